@@ -70,6 +70,9 @@ class Costs:
         self.wall[report.role] = self.wall.get(report.role, 0.0) + seconds
         self.processor[report.role] = self.processor.get(report.role, 0.0) + processor_seconds_below() - self._before
 
+    def said(self, *_: Any, **__: Any) -> None:
+        pass
+
     def restarting(self, *_: Any, **__: Any) -> None:
         pass
 

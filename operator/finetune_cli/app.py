@@ -1,46 +1,45 @@
 """`finetune` and `kubectl finetune`: the verbs. Each reads its input, calls its module in `commands`, prints, and exits.
 
-What only one verb needs is imported where that verb begins: `validate` is to answer at once.
+What a verb needs is imported where that verb begins, so that each answers at once.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_cli.checks import validate as validate_command
-from finetune_cli.exit_codes import ExitCode, LocalError
-from finetune_cli.inputs import InputError, read_files, read_text
-from finetune_cli.render.verdicts import as_json, as_yaml, report_document, report_text
+from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life
+from finetune_cli.change_verbs import change_app
+from finetune_cli.cluster_verbs import DEFAULT_CLAIMS, Context, Form, Namespace, cluster_app, explain_job
+from finetune_cli.exit_codes import ExitCode
 from finetune_job.api.base import Dtype
 from finetune_job.api.output import MergeBase, MergeSpec
 
+if TYPE_CHECKING:
+    from finetune_cli.checks.validate import Report
+
 app = typer.Typer(
     name="finetune",
-    help="Validate, explain and run FineTuneJobs, merge adapters, and look at clusters.",
     no_args_is_help=True,
     add_completion=False,
+    # Plain help and messages: they are read in files too, and by people who set NO_COLOR.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 
 
-_CLAIMS = Path("runs/claims")
+app.add_typer(cluster_app)
+app.add_typer(change_app)
+COMPLETION = "_FINETUNE_COMPLETE"
+"""Variable by which a shell's script asks for words, as typer names it."""
+_CLAIMS = DEFAULT_CLAIMS
 _CLAIMS_OPTION = typer.Option(help="Directory that holds a directory for each claim.")
 """Where commands look for the directories of claims."""
-
-
-class Output(StrEnum):
-    """Forms of output."""
-
-    TEXT = "text"
-    JSON = "json"
-    YAML = "yaml"
 
 
 class BaseForm(StrEnum):
@@ -48,6 +47,43 @@ class BaseForm(StrEnum):
 
     ORIGINAL = MergeBase.ORIGINAL.value
     DEQUANTIZED = MergeBase.DEQUANTIZED.value
+
+
+class Shell(StrEnum):
+    """Shells that can complete the words of a command line."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        typer.echo(f"finetune {version('finetune-operator')}")
+        raise typer.Exit
+
+
+@app.callback()
+def all_verbs(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the release and exit.")
+    ] = False,
+) -> None:
+    """Validate, explain and run FineTuneJobs, merge adapters, and look at clusters.
+
+    A JOB is a job of the cluster that the kubeconfig names; with --local or --claims it is a run on this machine. run, attach
+    and stop are of this machine alone.
+    """
+
+
+@app.command()
+def completion(shell: Annotated[Shell, typer.Argument(help="The shell.")]) -> None:
+    """Print a script that lets a shell complete the words of `finetune`. For bash: source <(finetune completion bash)"""
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
+
+    typer.echo(get_completion_script(prog_name="finetune", complete_var=COMPLETION, shell=shell.value))
 
 
 @app.command()
@@ -81,6 +117,10 @@ def validate(
     With --fix the manifests go to standard output, comments and layout kept, and what was changed to standard error; the exit
     code is that of the manifests as they are printed.
     """
+    from finetune_cli.checks.validate import validate_files
+    from finetune_cli.inputs import InputError, read_files
+    from finetune_cli.render.verdicts import report_document, report_text
+
     profile_text = _read(str(profile)) if profile is not None else None
     try:
         files = read_files(file)
@@ -94,49 +134,43 @@ def validate(
             )
             raise typer.Exit(ExitCode.UNUSABLE)
         raise typer.Exit(_fix(files, profile_text))
-    report = validate_command.validate_files(files, profile_text)
+    report = validate_files(files, profile_text)
     places = claims or _CLAIMS
     if claim or places.is_dir():
         report = _with_records(report, places, claim or [], is_given=claims is not None or claim is not None)
-    _print(output, lambda: report_text(report), lambda: report_document(report))
+    print_answer(output, lambda: report_text(report), lambda: report_document(report))
     raise typer.Exit(report.exit_code)
 
 
 @app.command()
 def run(
+    *,
     file: Annotated[str, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")],
     claims: Annotated[Path, _CLAIMS_OPTION] = _CLAIMS,
     claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
     output_dir: Annotated[Path | None, typer.Option(help="Write the results here instead of output.destination.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove the job's workspace and start over.")] = False,
+    output: Annotated[
+        Output, typer.Option("-o", "--output", help="Form of the answer; with json and yaml all else goes to standard error.")
+    ] = Output.TEXT,
 ) -> None:
     """Run a job as processes of this machine: fetch, preflight, training, merge, verification, publication.
 
     Run it again to continue after an interruption. Exit code: 0 done, 1 refused, 2 unusable input, 3 failed, 130 interrupted.
     """
-    from finetune_cli.commands.run import Options, run_job
+    from rich.console import Console
+
+    from finetune_cli.commands.run import Options, run_document, run_job, run_text
     from finetune_cli.local.claims import parse_claims
 
-    with _errors_told():
+    with errors_told():
         options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=output_dir, fresh=fresh)
-        code = run_job(_read(file), options)
-    raise typer.Exit(code)
+        end = run_job(_read(file), options, Console(highlight=False, stderr=output is not Output.TEXT))
+    print_answer(output, lambda: run_text(end), lambda: run_document(end))
+    raise typer.Exit(end.exit_code)
 
 
 _NAMESPACE = typer.Option("-n", "--namespace", help="Namespace in the job's manifest.")
-
-
-@app.command()
-def status(
-    claims: Annotated[Path, _CLAIMS_OPTION] = _CLAIMS,
-    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
-) -> None:
-    """Show the jobs that were run on this machine: what runs, since when, how far it is, and what was left."""
-    from finetune_cli.local.known_runs import known_runs
-    from finetune_cli.render.known_runs import runs_document, runs_text
-
-    runs = known_runs(claims)
-    _print(output, lambda: runs_text(runs, claims), lambda: runs_document(runs))
 
 
 @app.command()
@@ -152,7 +186,7 @@ def attach(
     from finetune_cli.local.known_runs import find_run
     from finetune_cli.render.run import LiveView
 
-    with _errors_told():
+    with errors_told():
         found = find_run(claims, name, namespace)
     with LiveView(Console(highlight=False), name) as view:
         follow(found, view)
@@ -169,7 +203,7 @@ def stop(
     from finetune_cli.local.known_runs import find_run
     from finetune_cli.local.known_runs import stop as stop_run
 
-    with _errors_told():
+    with errors_told(), signs_of_life(f"waiting for {namespace}/{name} to save its state and end"):
         stop_run(find_run(claims, name, namespace), timeout)
 
 
@@ -189,7 +223,7 @@ def rehearse(
     from finetune_cli.commands.run import Options
     from finetune_cli.local.claims import parse_claims
 
-    with _errors_told():
+    with errors_told():
         options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=None, fresh=False)
         code = rehearse_job(_read(file), options, timeout)
     raise typer.Exit(code)
@@ -220,12 +254,18 @@ def merge(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the matrix products, by torch's name.")] = "cpu",
+    form: Annotated[
+        Output, typer.Option("-o", "--form", help="Form of the answer; with json and yaml all else goes to standard error.")
+    ] = Output.TEXT,
 ) -> None:
     """Merge adapters into a base model on this machine, in memory that does not grow with the model.
 
     Run it again to continue after an interruption. Exit code: 0 done, 1 refused, 2 unusable input, 3 failed, 130 interrupted.
     """
+    from rich.console import Console
+
     from finetune_cli.commands.merge import merge as merge_order
+    from finetune_cli.commands.merge import merge_document, merge_text
     from finetune_cli.local.programs import MergeOrder
 
     order = MergeOrder(
@@ -240,9 +280,10 @@ def merge(
         MergeBase(base_form),
         quantization,
     )
-    with _errors_told():
-        code = merge_order(order)
-    raise typer.Exit(code)
+    with errors_told():
+        end = merge_order(order, Console(highlight=False, stderr=form is not Output.TEXT))
+    print_answer(form, lambda: merge_text(end, order), lambda: merge_document(end))
+    raise typer.Exit(end.exit_code)
 
 
 @app.command()
@@ -275,7 +316,7 @@ def estimate(
     except estimate_command.EstimateError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from error
-    _print(output, lambda: estimate_text(found), lambda: estimate_document(found))
+    print_answer(output, lambda: estimate_text(found), lambda: estimate_document(found))
     raise typer.Exit(ExitCode.DONE if all(each.verdict.fits for each in found) else ExitCode.REFUSED)
 
 
@@ -299,9 +340,9 @@ def doctor(
     from finetune_cli.checks.cluster import exit_code
     from finetune_cli.commands.doctor import doctor_document, doctor_text, examine
 
-    with _errors_told():
+    with errors_told(), signs_of_life("looking at the cluster"):
         facts, checks = examine(context=context, namespace=namespace, profile=profile, image=image, probe=probe, seconds=timeout)
-    _print(output, lambda: doctor_text(checks), lambda: doctor_document(facts, checks))
+    print_answer(output, lambda: doctor_text(checks), lambda: doctor_document(facts, checks))
     raise typer.Exit(exit_code(checks))
 
 
@@ -320,19 +361,24 @@ def data(
     Reads sources on this machine, those that an earlier run has fetched among them. Exit code: 0 nothing speaks against them,
     1 refused, 2 unusable input.
     """
+    from finetune_cli.checks.validate import Report
     from finetune_cli.commands.data import look_at
     from finetune_cli.local.claims import parse_claims
     from finetune_cli.render.data import look_document, look_text
+    from finetune_cli.render.verdicts import report_text
 
-    with _errors_told():
+    with errors_told():
         seen = look_at(_read(file), claims, parse_claims(claim or []), shown=records, limit=first)
-    if isinstance(seen, validate_command.Report):
+    if isinstance(seen, Report):
         typer.echo(report_text(seen), nl=False)
         raise typer.Exit(seen.exit_code)
     # Without a terminal nothing is coloured, so nothing has to be taken out.
     in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    _print(output, lambda: look_text(seen, in_colour=in_colour), lambda: look_document(seen))
+    print_answer(output, lambda: look_text(seen, in_colour=in_colour), lambda: look_document(seen))
     raise typer.Exit(ExitCode.REFUSED if seen.is_refused else ExitCode.DONE)
+
+
+_JOB_PREFIXES = ("job/", "ftj/", "finetunejob/", "finetunejobs/")
 
 
 @app.command()
@@ -340,71 +386,64 @@ def explain(
     word: Annotated[
         str | None,
         typer.Argument(
-            help="What the product printed: the id of a finding, a failure class, an exit code, a condition or its reason. "
-            "Unset: all findings, by topic."
+            help="What the product printed: the id of a finding, a failure class, an exit code, a condition or its reason; "
+            "a field, such as spec.training.learningRate; or job/NAME, a job of the cluster. Unset: all findings, by topic."
         ),
     ] = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    output: Form = Output.TEXT,
 ) -> None:
-    """Show what a word means that the product printed, on what evidence, and what to do; or list all findings."""
-    from finetune_cli.commands import explain as explain_command
+    """Show what a word means that the product printed, on what evidence, and what to do; or what a field is; or all findings.
+
+    Of a job (job/NAME) it shows what is the matter: reason, evidence, what to do, and where settings can help a patch for a new
+    job. With -n or --context, a word is the name of a job.
+    """
+    if word is not None and (word.startswith(_JOB_PREFIXES) or namespace is not None or context is not None):
+        raise typer.Exit(explain_job(word.rpartition("/")[2], context, namespace, output))
+    from finetune_cli.commands.explain import explain as find
+    from finetune_cli.commands.explain import nearest
+    from finetune_cli.render import explanations
 
     if word is None:
-        typer.echo(explain_command.overview(), nl=False)
+        print_answer(output, explanations.overview_text, explanations.overview_document)
         return
-    found = explain_command.explain(word)
-    if found:
-        typer.echo(found, nl=False)
-        return
-    near = explain_command.nearest(word)
-    suggestion = f"; did you mean {', '.join(near)}?" if near else "; `finetune explain` lists all findings"
-    typer.echo(f"nothing is called {word}{suggestion}", err=True)
-    raise typer.Exit(ExitCode.UNUSABLE)
+    found = find(word)
+    if not found:
+        near = nearest(word)
+        suggestion = f"; did you mean {', '.join(near)}?" if near else "; `finetune explain` lists all findings"
+        typer.echo(f"nothing is called {word}{suggestion}", err=True)
+        raise typer.Exit(ExitCode.UNUSABLE)
+    print_answer(output, lambda: explanations.explained_text(found), lambda: explanations.explained_document(word, found))
 
 
-def _with_records(report: validate_command.Report, claims: Path, claim: list[str], *, is_given: bool) -> validate_command.Report:
+def _with_records(report: Report, claims: Path, claim: list[str], *, is_given: bool) -> Report:
     from finetune_cli.commands.data import with_records
     from finetune_cli.local.claims import parse_claims
 
-    with _errors_told():
+    with errors_told():
         return with_records(report, claims, parse_claims(claim), is_given=is_given)
-
-
-@contextmanager
-def _errors_told() -> Iterator[None]:
-    """What a command cannot do is one message, and ends it with the error's exit code."""
-    try:
-        yield
-    except LocalError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(error.exit_code) from error
-
-
-def _print(output: Output, text: Callable[[], str], document: Callable[[], Any]) -> None:
-    match output:
-        case Output.TEXT:
-            typer.echo(text(), nl=False)
-        case Output.JSON:
-            typer.echo(as_json(document()), nl=False)
-        case Output.YAML:
-            typer.echo(as_yaml(document()), nl=False)
 
 
 def _fix(files: list[tuple[str, str]], profile: str | None) -> ExitCode:
     from finetune_cli.checks.fix import fix as fix_files
-    from finetune_cli.render.verdicts import fixes_text
+    from finetune_cli.checks.validate import validate_files
+    from finetune_cli.render.verdicts import fixes_text, report_text
 
     fixed = fix_files(files, profile)
     for number, file in enumerate(fixed):
         separator = "---\n" if number and not file.text.startswith("---") else ""
         typer.echo(f"{separator}{file.text}", nl=False)
     typer.echo(fixes_text(fixed), nl=False, err=True)
-    report = validate_command.validate_files([(file.name, file.text) for file in fixed], profile)
+    report = validate_files([(file.name, file.text) for file in fixed], profile)
     if report.exit_code is not ExitCode.DONE:
         typer.echo(report_text(report), nl=False, err=True)
     return report.exit_code
 
 
 def _read(file: str) -> str:
+    from finetune_cli.inputs import InputError, read_text
+
     try:
         return read_text(file)
     except InputError as error:

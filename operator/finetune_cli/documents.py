@@ -74,6 +74,24 @@ class Loader(_Base):  # type: ignore[misc]
     """Refuses keys that are given twice, and leaves dates as text, because JSON has none."""
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that programs of YAML 1.2 take for numbers, such as `1e-5`."""
+
+
+def _quoted_if_like_a_number(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "'" if _LIKE_A_NUMBER.fullmatch(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_LIKE_A_NUMBER = re.compile(r"[-+.]?[0-9][-+.0-9a-zA-Z_]*")
+_Dumper.add_representer(str, _quoted_if_like_a_number)
+
+
+def document_text(content: Any) -> str:
+    """An object as people write it: in blocks, keys in the order given."""
+    return str(yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
 def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Hashable, int] = {}
     own: dict[Any, Any] = {}

@@ -9,11 +9,11 @@ class ExitCode(IntEnum):
     DONE = 0
     """Accepted, or run to the end."""
     REFUSED = 1
-    """A rule or preflight says that the job cannot work."""
+    """A rule or preflight says that the job cannot work; of `wait`: the job failed, or waits until a human acts."""
     UNUSABLE = 2
-    """The input cannot be read as what it should be; also wrong arguments."""
+    """The input cannot be read as what it should be; also wrong arguments, such as the name of a job that does not exist."""
     FAILED = 3
-    """A run failed."""
+    """A run failed. Also: a cluster did not give what was asked for; of `wait`: the time ran out."""
     INTERRUPTED = 130
     """Ended by SIGINT or SIGTERM; a run can be continued."""
 

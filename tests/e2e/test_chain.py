@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,41 @@ def undisturbed(stack: Stack, surroundings: Surroundings) -> dict[str, Any]:
 
     seconds = chain.on_the_node(stack, name, EXAMPLE, when_applied=when_applied, when_training=when_training)
     return {"job": stack.job(name), "reached": reached, "seconds": seconds, **seen}
+
+
+def test_its_results_are_downloaded_by_a_pod_of_which_nothing_is_left(
+    stack: Stack, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    here = tmp_path / "here"
+    command = [Path(sys.executable).with_name("finetune"), "download", "undisturbed", here, "--namespace", NAMESPACE]
+    done = subprocess.run(command, env=stack.cluster.environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=here, check=True)
+    there = stack.claim("models-out") / "undisturbed"
+    names = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
+    assert {str(path.relative_to(here)) for path in here.rglob("*") if path.is_file()} == names
+    assert [pod["metadata"]["name"] for pod in stack.objects("pods") if "reader" in pod["metadata"]["name"]] == []
+
+
+def test_its_logs_losses_and_checkpoints_are_read_from_the_workspace(stack: Stack, undisturbed: dict[str, Any]) -> None:
+    def finetune(*arguments: str) -> str:
+        command = [Path(sys.executable).with_name("finetune"), *arguments, "--namespace", NAMESPACE]
+        done = subprocess.run(command, env=stack.cluster.environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    status = json.loads(finetune("status", "undisturbed", "--curve", "-o", "json"))
+    assert len(status["losses"]) == status["totalSteps"] > 0
+    assert status["losses"][-1] == pytest.approx(float(status["loss"]), rel=1e-5)
+    steps = [each["step"] for each in json.loads(finetune("checkpoints", "undisturbed", "-o", "json"))["checkpoints"]]
+    assert steps[-1] == status["totalSteps"]
+    of_pods = finetune("logs", "undisturbed", "--stage", "train", "--rank", "0")
+    assert {line.partition("[rank ")[2].partition("]")[0] for line in of_pods.splitlines()} == {"0"}
+    stack.cluster.kubectl("delete", "pods", "-n", NAMESPACE, "-l", "finetune.dev/job=undisturbed,finetune.dev/role=train")
+    of_workspace = finetune("logs", "undisturbed", "--stage", "train", "--rank", "0")
+    assert [line.partition("] ")[2] for line in of_workspace.splitlines()] == [
+        line.rpartition("[rank 0] ")[2] for line in of_pods.splitlines()
+    ]
 
 
 def test_it_succeeds_with_a_verified_merged_model(stack: Stack, undisturbed: dict[str, Any]) -> None:

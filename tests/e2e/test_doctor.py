@@ -40,7 +40,8 @@ def environment(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 def diagnosis(environment: dict[str, str]) -> tuple[int, dict[str, Any]]:
     done = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, check=False)
-    assert done.stderr == ""
+    # A sign of life comes every half minute on a slow machine.
+    assert [line for line in done.stderr.splitlines() if not line.startswith("still looking at the cluster")] == []
     checks = json.loads(done.stdout)["checks"]
     return done.returncode, {check["id"]: (check["outcome"], check["message"]) for check in checks}
 

@@ -17,6 +17,7 @@ from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed
 from tests.integration.kube import Kube
 from tests.integration.workload import Workload
 from tests.support.cluster.errors import wait_until
+from tests.support.command_rights import page_section
 from tests.support.documented import doctor_roles
 from tests.support.installed_chart import CLUSTER_NAME
 
@@ -211,7 +212,9 @@ def test_everybody_may_do_what_the_page_says(
     assert [answer for answer in answers if answer[1] in NEVER] == []
     status = {(who, verb) for who, resource, verb in answers if resource.endswith(".finetune.dev/status")}
     assert status == {("operator", "patch"), ("operator of one namespace", "patch")}
-    text = "\n".join([HEAD, *(line for place, each in found.items() for line in (f"## {place}", "", *table(each)))])
+    text = "\n".join(
+        [HEAD, *(line for place, each in found.items() for line in (f"## {place}", "", *table(each))), page_section()]
+    )
     found_here = tmp_path / PAGE.name
     found_here.write_text(text)
     assert PAGE.read_text() == text, f"correct the roles, or copy {found_here} to {PAGE}"

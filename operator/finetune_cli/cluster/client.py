@@ -1,28 +1,43 @@
-"""Requests to the cluster of the current context, with plain documents in and out."""
+"""Requests to the cluster of the current context, with plain documents in and out; none waits without a limit."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
+from urllib.parse import urlencode
 
 import urllib3
 from kubernetes.client import ApiClient
-from kubernetes.config import new_client_from_config
+from kubernetes.config import list_kube_config_contexts, new_client_from_config
 from kubernetes.config.config_exception import ConfigException
 
 from finetune_cli.exit_codes import LocalError
 
-_TIMEOUT_SECONDS = 30
+_CONNECT_SECONDS = 10.0
+_TIMEOUT_SECONDS = 30.0
 _SHOWN = 300
 """Characters of an answer in a message."""
+_MOST_SAID = 2000
+"""Characters of what a server says of a refusal: those of a policy begin with its name and that of its binding."""
+_MOST_LINE_BYTES = 1 << 20
+"""Of a line of a log; the rest of a longer one comes as further lines."""
+MERGE_PATCH = "application/merge-patch+json"
+"""Content type of a patch: a null removes a field (RFC 7396)."""
 
 
 class RequestError(Exception):
-    """A request that did not succeed. `status` is None if there was no answer."""
+    """A request that did not succeed. `status` is None if there was no answer; `reason` and `details` are those of the Status
+    object in the answer, empty if there is none.
+    """
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    def __init__(
+        self, message: str, status: int | None = None, reason: str = "", details: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
+        self.reason = reason
+        self.details = details or {}
 
 
 class ClusterClient:
@@ -31,36 +46,175 @@ class ClusterClient:
     def __init__(self, context: str | None = None) -> None:
         try:
             self._api: ApiClient = new_client_from_config(context=context)
-        except (ConfigException, OSError, ValueError) as error:
+            contexts, current = list_kube_config_contexts()
+        except (ConfigException, OSError, ValueError, TypeError, KeyError) as error:
             raise LocalError(f"no usable kubeconfig: {error}; set KUBECONFIG, or name another --context") from error
+        chosen = current if context is None else next((one for one in contexts if one.get("name") == context), {})
+        self.context = str(chosen.get("name") or context or "")
+        """Name of the kubeconfig's context."""
+        self.namespace = str((chosen.get("context") or {}).get("namespace") or "default")
+        """Namespace of the context."""
+        self.server = str(self._api.configuration.host)
+        """Address of the API server."""
         # What does not answer is said once, and soon.
         self._api.rest_client.pool_manager.connection_pool_kw["retries"] = False
 
-    def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        content_type: str = "application/json",
+    ) -> dict[str, Any]:
         """Send one request. Raises RequestError."""
-        prepared = self._api.param_serialize(
-            method=method,
-            resource_path=path,
-            header_params={"Accept": "application/json", **({"Content-Type": "application/json"} if body is not None else {})},
-            body=body,
-            auth_settings=["BearerToken"],
-        )
+        answer = self._send(method, path, body, query, content_type=content_type, seconds=_TIMEOUT_SECONDS)
         try:
-            answer = self._api.call_api(*prepared, _request_timeout=_TIMEOUT_SECONDS)
-            text = answer.read()
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise RequestError(f"the API server did not answer: {error}") from error
-        try:
-            content = json.loads(text)
+            content = json.loads(_read(answer))
         except ValueError:
             content = None
-        if not 200 <= answer.status < 300:
-            _refuse(path, answer.status, content)
         if not isinstance(content, dict):
             raise RequestError(f"the answer to {path} is not a JSON object", answer.status)
         return content
 
+    def lines(
+        self, path: str, query: Mapping[str, str] | None = None, silence_seconds: float | None = _TIMEOUT_SECONDS
+    ) -> Iterator[str]:
+        """Lines of a text as they come, without their ends. `silence_seconds`: how long none may come; None: as long as it
+        likes. Raises RequestError, also where the connection breaks off.
+        """
+        answer = self._send("GET", path, None, query, content_type="", seconds=silence_seconds)
+        rest = b""
+        try:
+            for chunk in answer.stream(1 << 16):
+                *whole, rest = (rest + chunk).split(b"\n")
+                yield from (line.decode(errors="replace") for line in whole)
+                while len(rest) > _MOST_LINE_BYTES:
+                    yield rest[:_MOST_LINE_BYTES].decode(errors="replace")
+                    rest = rest[_MOST_LINE_BYTES:]
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise RequestError(f"the API server broke off its answer: {error}") from error
+        finally:
+            answer.close()
+        if rest:
+            yield rest.decode(errors="replace")
 
-def _refuse(path: str, status: int, content: object) -> NoReturn:
-    said = content.get("message") if isinstance(content, dict) else None
-    raise RequestError(f"the API server answered {status} to {path}" + (f": {str(said)[:_SHOWN]}" if said else ""), status)
+    def output_of(
+        self, namespace: str, pod: str, container: str, command: list[str], silence_seconds: float = _TIMEOUT_SECONDS
+    ) -> Iterator[bytes]:
+        """What a program prints that is run in a pod, as it comes. `silence_seconds`: how long nothing may come.
+
+        Raises RequestError, also if the connection breaks off or the program fails.
+        """
+        # The models of all kinds come with it: a second of processor time, for the one command that copies files.
+        from kubernetes.client import CoreV1Api
+        from kubernetes.client.exceptions import ApiException
+        from kubernetes.stream import stream
+        from kubernetes.stream.ws_client import ERROR_CHANNEL, STDERR_CHANNEL, STDOUT_CHANNEL
+        from websocket import WebSocketBadStatusException, WebSocketException
+
+        try:
+            process = stream(
+                CoreV1Api(self._api).connect_get_namespaced_pod_exec,
+                pod,
+                namespace,
+                container=container,
+                command=command,
+                stdin=False,
+                stdout=True,
+                stderr=True,
+                tty=False,
+                binary=True,
+                _preload_content=False,
+                _request_timeout=_CONNECT_SECONDS,
+            )
+        except ApiException as error:
+            # What went wrong comes as a text without a status; the exception behind it has both.
+            cause = error.__context__
+            status = cause.status_code if isinstance(cause, WebSocketBadStatusException) else None
+            why = f"the API server answered {status}" if status else str(cause)[:_SHOWN]
+            raise RequestError(f"no program can be run in the pod {pod}: {why}", status) from error
+        said = b""
+        try:
+            while process.is_open():
+                process.update(timeout=silence_seconds)
+                chunk, more = process.read_channel(STDOUT_CHANNEL), process.read_channel(STDERR_CHANNEL)
+                said = (said + more)[-_SHOWN:]
+                if chunk:
+                    yield chunk
+                elif not more and process.is_open():
+                    raise RequestError(f"the program in the pod {pod} says nothing for {silence_seconds:g} s")
+            ended = process.read_channel(ERROR_CHANNEL)
+        except (WebSocketException, OSError) as error:
+            raise RequestError(f"the connection to the pod {pod} broke off: {error}") from error
+        finally:
+            process.close()
+        _check_ended(ended, said, pod)
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        query: Mapping[str, str] | None,
+        *,
+        content_type: str,
+        seconds: float | None,
+    ) -> urllib3.BaseHTTPResponse:
+        """The answer before its content is read, if it is a success."""
+        _, url, headers, *_ = self._api.param_serialize(
+            method=method,
+            resource_path=path + (f"?{urlencode(query)}" if query else ""),
+            header_params={"Accept": "application/json, */*", **({"Content-Type": content_type} if body is not None else {})},
+            auth_settings=["BearerToken"],
+        )
+        try:
+            answer: urllib3.BaseHTTPResponse = self._api.rest_client.pool_manager.request(
+                method,
+                url,
+                headers=headers,
+                body=None if body is None else json.dumps(body),
+                preload_content=False,
+                redirect=False,
+                timeout=urllib3.Timeout(connect=_CONNECT_SECONDS, read=seconds),
+            )
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise RequestError(f"the API server did not answer: {error}") from error
+        if not 200 <= answer.status < 300:
+            _refuse(path, answer)
+        return answer
+
+
+def _check_ended(ended: bytes, said: bytes, pod: str) -> None:
+    """`ended`: the Status object in which Kubernetes says how a program ended; empty if the connection broke off before."""
+    try:
+        status = json.loads(ended)
+    except ValueError:
+        status = None
+    if not isinstance(status, dict):
+        raise RequestError(f"the connection to the pod {pod} broke off")
+    if status.get("status") != "Success":
+        why = said.decode(errors="replace").strip() or str(status.get("message"))[:_SHOWN]
+        raise RequestError(f"the program in the pod {pod} failed: {why}", 400)
+
+
+def _read(answer: urllib3.BaseHTTPResponse) -> bytes:
+    try:
+        return answer.data
+    except (urllib3.exceptions.HTTPError, OSError) as error:
+        raise RequestError(f"the API server did not answer: {error}") from error
+
+
+def _refuse(path: str, answer: urllib3.BaseHTTPResponse) -> NoReturn:
+    try:
+        content = json.loads(_read(answer))
+    except ValueError:
+        content = None
+    content = content if isinstance(content, dict) else {}
+    said, reason, details = content.get("message"), content.get("reason"), content.get("details")
+    raise RequestError(
+        f"the API server answered {answer.status} to {path}" + (f": {str(said)[:_MOST_SAID]}" if said else ""),
+        answer.status,
+        str(reason or ""),
+        details if isinstance(details, dict) else {},
+    )

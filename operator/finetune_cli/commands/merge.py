@@ -15,6 +15,7 @@ from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.launch import Interruption, check_trainer
 from finetune_cli.local.programs import MergeEnd, MergeOrder, merge_directories
 from finetune_cli.render.run import row_lines, verification_rows
+from finetune_cli.render.signs_of_life import SILENCE_SECONDS, SignsOfLife
 from finetune_job.api.base import SIZE_PATTERN
 from finetune_job.api.method import QuantizationSpec
 
@@ -27,15 +28,13 @@ _HEADS = {
 }
 
 
-def merge(order: MergeOrder) -> ExitCode:
-    """Merge. Raises LocalError."""
+def merge(order: MergeOrder, console: Console) -> MergeEnd:
+    """Merge, and show on the console how far it is. Raises LocalError."""
     check_order(order)
     check_trainer()
-    console = Console(highlight=False)
     with MergeView(console) as view, Interruption() as interruption:
-        end = merge_directories(order.command(), interruption, view.progressed, view.verifying)
-    console.print(merge_text(end, order), markup=False, end="", soft_wrap=True)
-    return end.exit_code
+        ending = "verifying" if order.verify else "finishing"
+        return merge_directories(order.command(), interruption, view.progressed, lambda: view.begins(ending))
 
 
 def check_order(order: MergeOrder) -> None:
@@ -67,9 +66,12 @@ def _is_within(inner: Path, outer: Path) -> bool:
 
 
 class MergeView:
-    """A bar of bytes on a terminal; in a file only the last words appear."""
+    """A bar of bytes on a terminal; in a file a line for each stage, and one at least every half minute."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, silence_seconds: float = SILENCE_SECONDS) -> None:
+        self._console = console
+        self._signs = SignsOfLife(self._print, silence_seconds=silence_seconds)
+        self._stage = ""
         self._bars = Bars(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -79,24 +81,42 @@ class MergeView:
             TimeElapsedColumn(),
             console=console,
             transient=True,
-            disable=not console.is_terminal,
         )
         self._task = self._bars.add_task("reading headers", total=None)
 
     def __enter__(self) -> MergeView:
-        self._bars.start()
+        if self._console.is_terminal:
+            self._bars.start()
+        else:
+            self._signs.__enter__()
+        self.begins("reading headers")
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bars.stop()
+        if self._console.is_terminal:
+            self._bars.stop()
+        else:
+            self._signs.__exit__(*exception)
 
     def progressed(self, written: int, total: int) -> None:
         """So many bytes of so many are written."""
-        self._bars.update(self._task, description="merging", completed=written, total=total)
+        self.begins("merging")
+        self._signs.detail(f"{written / 1e9:.1f} of {total / 1e9:.1f} GB written")
+        self._bars.update(self._task, completed=written, total=total)
 
-    def verifying(self) -> None:
-        """Everything is written."""
-        self._bars.update(self._task, description="verifying")
+    def begins(self, stage: str) -> None:
+        """This is done from now on."""
+        if stage == self._stage:
+            return
+        self._stage = stage
+        self._bars.update(self._task, description=stage)
+        if not self._console.is_terminal:
+            self._print(stage)
+        self._signs.doing(stage)
+
+    def _print(self, text: str) -> None:
+        self._signs.spoken()
+        self._console.print(text, markup=False, soft_wrap=True)
 
 
 def merge_text(end: MergeEnd, order: MergeOrder) -> str:
@@ -115,6 +135,11 @@ def merge_text(end: MergeEnd, order: MergeOrder) -> str:
     rows += _figures(report)
     said = [*(f"  {line}" for line in end.said.splitlines()), ""] if end.said else []
     return "\n".join(["", _HEADS[end.exit_code], *said, *row_lines(rows), ""])
+
+
+def merge_document(end: MergeEnd) -> dict[str, Any]:
+    """The same as plain data: the report of the process, and how it ended."""
+    return {"outcome": end.exit_code.name.lower(), "message": end.said or None, **end.report}
 
 
 def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from rich.console import Console
 
-from finetune_cli.commands.run import Options, accepted_job, check_given, local_plan
+from finetune_cli.commands.run import Options, Refusal, accepted_job, check_given, local_plan
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.claims import claim_directories, claims_of, link_claims
 from finetune_cli.local.launch import Interruption, check_trainer
@@ -16,6 +17,7 @@ from finetune_cli.local.local_run import LocalRun
 from finetune_cli.local.programs import RehearsalOrder, run_rehearsal
 from finetune_cli.local.run_directory import RunDirectory, freeze, locked, run_directory_of
 from finetune_cli.render.run import LiveView
+from finetune_cli.render.signs_of_life import SILENCE_SECONDS, SignsOfLife
 from finetune_cli.render.verdicts import finding_text
 from finetune_job.finding import Finding
 from finetune_job.names import Role
@@ -28,8 +30,8 @@ def rehearse_job(manifest: str, options: Options, seconds: float) -> ExitCode:
     """Try the one job of a manifest for so long at most. Raises LocalError."""
     console = Console(highlight=False)
     accepted = accepted_job(manifest, console)
-    if isinstance(accepted, ExitCode):
-        return accepted
+    if isinstance(accepted, Refusal):
+        return accepted.exit_code
     check_trainer()
     plan = local_plan(accepted, own_output=False)
     place = run_directory_of(options.claims, plan.job, purpose="rehearsal")
@@ -55,7 +57,9 @@ def _rehearse(place: RunDirectory, plan: RunPlan, seconds: float, console: Conso
     model = (place.claims / plan.model.location.claim).resolve() / plan.model.location.path
     heard = _RehearsalPrinter(console, plan.job.name)
     try:
-        status = run_rehearsal(RehearsalOrder(plan, model, scratch, log, seconds), interruption, heard.take)
+        with heard:
+            heard.begins(log)
+            status = run_rehearsal(RehearsalOrder(plan, model, scratch, log, seconds), interruption, heard.take)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if interruption.requested:
@@ -66,17 +70,32 @@ def _rehearse(place: RunDirectory, plan: RunPlan, seconds: float, console: Conso
 
 
 class _RehearsalPrinter:
-    """What the process says, on a terminal, and what follows from it."""
+    """What the process says, on a terminal, and what follows from it; as a context manager it gives signs of life."""
 
-    def __init__(self, console: Console, job: str) -> None:
+    def __init__(self, console: Console, job: str, *, silence_seconds: float = SILENCE_SECONDS) -> None:
         self._console, self._job = console, job
+        self._signs = SignsOfLife(lambda line: self._print(f"{job}: {line}"), silence_seconds=silence_seconds)
         self.exit_code = ExitCode.REFUSED
+
+    def __enter__(self) -> Self:
+        self._signs.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._signs.__exit__(*exception)
+
+    def begins(self, log: Path) -> None:
+        """Say what is begun; what the libraries print goes to `log`."""
+        self._print(f"{self._job}: looking at the model, then trying the job on a scaled-down one (output: {log})")
+        self._signs.doing("looking at the model")
 
     def take(self, said: Mapping[str, Any]) -> None:
         if "finding" in said:
             self._print(finding_text(Finding.model_validate(said["finding"])))
         elif "stage" in said:
             self._print(stage_text(said["stage"]))
+            self._signs.doing("rehearsing")
+            self._signs.detail(f"the last stage that has ended is {said['stage']['stage']}")
         elif "report" in said:
             report = said["report"]
             for finding in report["findings"]:
@@ -85,6 +104,7 @@ class _RehearsalPrinter:
             self.exit_code = {_PASSED: ExitCode.DONE, _NOT_DONE: ExitCode.FAILED}.get(report["verdict"], ExitCode.REFUSED)
 
     def _print(self, text: str) -> None:
+        self._signs.spoken()
         self._console.print(text, markup=False, soft_wrap=True)
 
 

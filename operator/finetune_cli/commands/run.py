@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -15,11 +16,13 @@ from finetune_cli.local.launch import Interruption, check_trainer
 from finetune_cli.local.local_run import LocalRun
 from finetune_cli.local.look import FIRST_JUDGED, look
 from finetune_cli.local.run_directory import freeze, locked, run_directory_of, start_fresh
-from finetune_cli.local.summary import summarise
-from finetune_cli.render.run import LiveView, summary_text
+from finetune_cli.local.summary import Summary, summarise
+from finetune_cli.render.run import LiveView, summary_document, summary_text
 from finetune_cli.render.verdicts import finding_text, report_text
 from finetune_job.api.base import ClaimPath
 from finetune_job.api.job import FineTuneJob
+from finetune_job.failures import Outcome, TerminationReport
+from finetune_job.finding import Finding
 from finetune_job.names import JOB_KIND, Role
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
@@ -35,12 +38,24 @@ class Options:
     fresh: bool
 
 
-def run_job(manifest: str, options: Options) -> ExitCode:
-    """Run the one job of a manifest. Raises LocalError."""
-    console = Console(highlight=False)
+@dataclass(frozen=True)
+class RunEnd:
+    """How the command ended."""
+
+    exit_code: ExitCode
+    job: JobIdentity | None = None
+    findings: Sequence[Finding] = field(default_factory=list)
+    """Of a job that was refused before anything ran."""
+    last: TerminationReport | None = None
+    """How the role ended that ran last; None: none did."""
+    summary: Summary | None = None
+
+
+def run_job(manifest: str, options: Options, console: Console) -> RunEnd:
+    """Run the one job of a manifest, and tell of it on the console. Raises LocalError."""
     job = accepted_job(manifest, console)
-    if isinstance(job, ExitCode):
-        return job
+    if isinstance(job, Refusal):
+        return RunEnd(job.exit_code, findings=job.findings)
     check_trainer()
     plan = local_plan(job, options.output_directory is not None)
     claims = claims_of(plan)
@@ -55,31 +70,62 @@ def run_job(manifest: str, options: Options) -> ExitCode:
         record = freeze(place, plan)
         directories = claim_directories(claims, options.claims, given)
         link_claims(claims, directories, place.claims)
-        if Role.PREFLIGHT not in record.finished and _is_refused_at_once(plan, directories, console):
-            return ExitCode.REFUSED
+        refusing = [] if Role.PREFLIGHT in record.finished else _refused_at_once(plan, directories, console)
+        if refusing:
+            return RunEnd(ExitCode.REFUSED, plan.job, refusing)
         with LiveView(console, plan.job.name) as view, Interruption() as interruption:
             local_run = LocalRun(place, plan, record, lock, view)
             code = local_run.execute(job.spec.run.max_restarts, interruption)
-        console.print(summary_text(code, summarise(plan, local_run.record, place.claims)), markup=False, end="", soft_wrap=True)
-    return code
+        return RunEnd(code, plan.job, [], local_run.last, summarise(plan, local_run.record, place.claims))
 
 
-def _is_refused_at_once(plan: RunPlan, directories: Mapping[str, Path], console: Console) -> bool:
-    """Before anything heavy is imported: by the first records, the tokenizer, or the places of the results. Raises LocalError."""
+def run_text(end: RunEnd) -> str:
+    """What is said in the end, after what was told on the way."""
+    return "" if end.summary is None else summary_text(end.exit_code, end.summary)
+
+
+def run_document(end: RunEnd) -> dict[str, Any]:
+    """How it ended, as plain data."""
+    failed = end.last if end.last is not None and end.last.outcome is not Outcome.SUCCEEDED else None
+    findings = end.findings or (failed.findings if failed is not None else [])
+    return {
+        "outcome": end.exit_code.name.lower(),
+        "job": None if end.job is None else {"namespace": end.job.namespace, "name": end.job.name},
+        "findings": [finding.model_dump(mode="json") for finding in findings],
+        "failure": None
+        if failed is None
+        else {"role": failed.role, "class": failed.failure, "message": failed.message, "hint": failed.hint or None},
+        **({} if end.summary is None else summary_document(end.summary)),
+    }
+
+
+def _refused_at_once(plan: RunPlan, directories: Mapping[str, Path], console: Console) -> Sequence[Finding]:
+    """Before anything heavy is imported: findings of the first records, the tokenizer, or the places of the results; empty if
+    none of them refuses the job. Raises LocalError.
+    """
     seen = look(plan, directories, limit=FIRST_JUDGED, checks_places=True)
-    if seen.is_refused:
-        for finding in seen.findings:
-            console.print(finding_text(finding), markup=False, soft_wrap=True)
-    return seen.is_refused
+    if not seen.is_refused:
+        return []
+    for finding in seen.findings:
+        console.print(finding_text(finding), markup=False, soft_wrap=True)
+    return seen.findings
 
 
-def accepted_job(manifest: str, console: Console) -> FineTuneJob | ExitCode:
-    """The one job of a manifest that the rules accept, or the exit code, after saying why. Raises LocalError."""
+@dataclass(frozen=True)
+class Refusal:
+    """Of a manifest, by the rules."""
+
+    exit_code: ExitCode
+    findings: Sequence[Finding]
+
+
+def accepted_job(manifest: str, console: Console) -> FineTuneJob | Refusal:
+    """The one job of a manifest that the rules accept, or the refusal, after saying why. Raises LocalError."""
     report = validate(manifest)
     verdicts = [verdict for verdict in report.verdicts if verdict.kind == JOB_KIND]
     if report.exit_code is not ExitCode.DONE:
         console.print(report_text(report), markup=False, end="", soft_wrap=True)
-        return report.exit_code
+        return Refusal(report.exit_code, [finding for verdict in report.verdicts for finding in verdict.findings])
     job = _only_job(verdicts)
     for finding in verdicts[0].findings:
         console.print(finding_text(finding), markup=False, soft_wrap=True)

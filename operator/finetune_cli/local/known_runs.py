@@ -12,6 +12,7 @@ from pathlib import Path
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.launch import POLL_SECONDS
 from finetune_cli.local.local_run import RunListener, read_progress
+from finetune_cli.local.role_output import RoleOutput
 from finetune_cli.local.run_directory import Holder, RunDirectory, RunRecord, holder_of, read_plan, read_record
 from finetune_job.layout import WorkspaceLayout
 from finetune_job.names import Role
@@ -84,13 +85,18 @@ def stop(run: KnownRun, seconds: float) -> None:
 def attach(run: KnownRun, audience: RunListener) -> None:
     """Tell of a run that another command works on, until nothing works on it."""
     last: tuple[Role, int] | None = None
+    heard: RoleOutput | None = None
     now: KnownRun | None = run
     while now is not None and now.holder is not None:
         stage = now.record.stage
         if stage is not None and (stage, now.record.next_attempt[stage]) != last:
             last = stage, now.record.next_attempt[stage]
             attempt = last[1] - 1
-            audience.started(stage, attempt, now.place.output(stage, attempt))
+            output = now.place.output(stage, attempt)
+            heard = RoleOutput(output, from_end=heard is None)
+            audience.started(stage, attempt, output)
+        for line in heard.new_lines() if heard is not None else ():
+            audience.said(line)
         progress = now.progress()
         if progress is not None:
             audience.progressed(progress)

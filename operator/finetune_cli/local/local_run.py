@@ -16,6 +16,7 @@ from typing import Protocol
 
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.local.launch import Interruption, RoleArguments, Trainer, launch
+from finetune_cli.local.role_output import RoleOutput, SaidLine
 from finetune_cli.local.run_directory import RunDirectory, RunRecord, write_record
 from finetune_job.api.status import Restarts
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
@@ -43,6 +44,8 @@ class RunListener(Protocol):
     def started(self, role: Role, attempt: int, output: Path) -> None: ...
 
     def progressed(self, progress: Progress) -> None: ...
+
+    def said(self, line: SaidLine) -> None: ...
 
     def ended(self, report: TerminationReport, seconds: float) -> None: ...
 
@@ -89,6 +92,8 @@ class LocalRun:
         """`lock`: descriptor that keeps the job taken."""
         self.place, self.plan, self.record, self.lock, self.audience = place, plan, record, lock, audience
         workspace = plan.workspace
+        self.last: TerminationReport | None = None
+        """How the role ended that ran last."""
         self.workspace = WorkspaceLayout(place.claims / workspace.claim / workspace.path)
 
     def execute(self, max_restarts: int, interruption: Interruption, roles: Sequence[Role] | None = None) -> ExitCode:
@@ -119,6 +124,7 @@ class LocalRun:
         self._keep(self.record.model_copy(update={"next_attempt": {**self.record.next_attempt, role: attempt + 1}}))
         output = self.place.output(role, attempt)
         self.audience.started(role, attempt, output)
+        heard = RoleOutput(output)
         started = time.monotonic()
         report = launch(
             trainer,
@@ -133,7 +139,7 @@ class LocalRun:
             ),
             output,
             interruption,
-            lambda: self._look(role, attempt),
+            lambda: self._look(role, attempt, heard),
         )
         seconds = time.monotonic() - started
         self._keep(
@@ -141,10 +147,13 @@ class LocalRun:
                 update={"seconds": {**self.record.seconds, role: self.record.seconds.get(role, 0.0) + seconds}}
             )
         )
+        self.last = report
         self.audience.ended(report, seconds)
         return report
 
-    def _look(self, role: Role, attempt: int) -> None:
+    def _look(self, role: Role, attempt: int, heard: RoleOutput) -> None:
+        for line in heard.new_lines():
+            self.audience.said(line)
         progress = read_progress(self.workspace.root, attempt) if role is Role.TRAIN else None
         if progress is not None:
             self.audience.progressed(progress)

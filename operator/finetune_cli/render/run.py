@@ -1,7 +1,11 @@
-"""A local run on a terminal: a bar for training, a line for each role that ended, and the last words."""
+"""A local run on a terminal: a bar for training, a line for each role that ended, and the last words.
+
+In a file there are lines only, and one at least every half minute.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, 
 from rich.progress import Progress as Bars
 
 from finetune_cli.exit_codes import ExitCode
+from finetune_cli.local.role_output import SaidLine
 from finetune_cli.local.summary import Summary
+from finetune_cli.render.signs_of_life import SILENCE_SECONDS, SignsOfLife
 from finetune_cli.render.verdicts import finding_text
 from finetune_job.failures import Outcome, TerminationReport
 from finetune_job.names import Role
@@ -25,6 +31,8 @@ _WORDS = {
     Role.MERGE: "merging and verifying",
     Role.PUBLISH: "publishing",
 }
+WAITING_SECONDS = 5.0
+"""Between two lines about failed requests: several files may wait at the same time."""
 _HEADS = {
     ExitCode.DONE: "Done.",
     ExitCode.REFUSED: "Refused: nothing was trained.",
@@ -36,8 +44,10 @@ _HEADS = {
 class LiveView:
     """A `RunListener` on a terminal; in a file only the lines appear."""
 
-    def __init__(self, console: Console, job: str) -> None:
+    def __init__(self, console: Console, job: str, *, silence_seconds: float = SILENCE_SECONDS) -> None:
         self._console, self._job = console, job
+        self._signs = SignsOfLife(lambda line: self._print(f"{job}: {line}"), silence_seconds=silence_seconds)
+        self._told_waiting = -WAITING_SECONDS
         self._bars = Bars(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -52,48 +62,65 @@ class LiveView:
 
     def __enter__(self) -> LiveView:
         if self._console.is_terminal:
-            self._bars.start()
+            self._bars.start()  # moves, and shows the time
+        else:
+            self._signs.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bars.stop()
+        if self._console.is_terminal:
+            self._bars.stop()
+        else:
+            self._signs.__exit__(*exception)
 
     def started(self, role: Role, attempt: int, output: Path) -> None:
         """A role begins; its output goes to a file."""
         again = f", attempt {attempt}" if attempt else ""
-        self._console.print(f"{self._job}: {_WORDS[role]}{again} (output: {output})", markup=False, soft_wrap=True)
+        self._print(f"{self._job}: {_WORDS[role]}{again} (output: {output})")
+        self._signs.doing(_WORDS[role])
         if self._console.is_terminal:
             self._task = self._bars.add_task(_WORDS[role], total=None, facts="")
 
     def progressed(self, progress: Progress) -> None:
         """Rank 0 has answered."""
+        self._signs.detail(f"step {progress.step} of {progress.total_steps}  {progress_text(progress)}".rstrip())
         if self._task is not None:
             self._bars.update(self._task, completed=progress.step, total=progress.total_steps, facts=progress_text(progress))
+
+    def said(self, line: SaidLine) -> None:
+        """The role has written a line; that something is waited for is said at once."""
+        self._signs.detail(line.message)
+        now = time.monotonic()
+        if line.is_waiting and now - self._told_waiting >= WAITING_SECONDS:
+            self._told_waiting = now
+            self._print(f"{self._job}: waiting: {line.message}")
 
     def ended(self, report: TerminationReport, seconds: float) -> None:
         """A role has ended."""
         if self._task is not None:
             self._bars.remove_task(self._task)
             self._task = None
+        self._signs.doing("")
         said = f": {report.message}" if report.message else ""
         kind = f" ({report.failure})" if report.failure else ""
         if report.role == Role.PREFLIGHT and "rehearsal" in report.facts:
             said += f"; rehearsal: {report.facts['rehearsal']}"
-        self._console.print(
-            f"{self._job}: {report.role} {_ending(report.outcome)}{kind} after {seconds:.1f} s{said}",
-            markup=False,
-            soft_wrap=True,
-        )
+        self._print(f"{self._job}: {report.role} {_ending(report.outcome)}{kind} after {seconds:.1f} s{said}")
         for finding in report.findings:
-            self._console.print(finding_text(finding), markup=False, soft_wrap=True)
+            self._print(finding_text(finding))
         # Findings carry their own fixes; the hint repeats the first.
         if report.outcome is not Outcome.SUCCEEDED and report.hint and not report.findings:
-            self._console.print(f"  {report.hint}", markup=False, soft_wrap=True)
+            self._print(f"  {report.hint}")
 
     def restarting(self, report: TerminationReport, pause_seconds: float) -> None:
         """The same role is tried again."""
         pause = f" in {pause_seconds:.0f} s" if pause_seconds else ""
-        self._console.print(f"{self._job}: {report.role} starts again{pause}", markup=False, soft_wrap=True)
+        self._print(f"{self._job}: {report.role} starts again{pause}")
+        self._signs.doing(f"waiting to start {report.role} again{pause}")
+
+    def _print(self, text: str) -> None:
+        self._signs.spoken()
+        self._console.print(text, markup=False, soft_wrap=True)
 
 
 def _ending(outcome: Outcome) -> str:
@@ -141,6 +168,27 @@ def summary_text(code: ExitCode, summary: Summary) -> str:
         rows.append(("restarts", str(summary.restarts)))
     rows.append(("time", f"{summary.seconds:.1f} s"))
     return "\n".join(["", _HEADS[code], *row_lines(rows), ""])
+
+
+def summary_document(summary: Summary) -> dict[str, Any]:
+    """The same as plain data; what is not there is null."""
+    losses = summary.losses
+    return {
+        "losses": None if losses is None else {"first": losses.first, "last": losses.last, "heldOut": losses.held_out},
+        "step": summary.step,
+        "adapter": _path(summary.adapter),
+        "merged": _path(summary.merged),
+        "publishedAt": summary.address,
+        "verification": dict(summary.figures) or None,
+        "report": _path(summary.verification),
+        "workspace": str(summary.workspace),
+        "restarts": summary.restarts,
+        "seconds": round(summary.seconds, 1),
+    }
+
+
+def _path(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def row_lines(rows: Iterable[tuple[str, str]]) -> list[str]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from finetune_cli.checks.validate import DocumentOutcome, DocumentVerdict, Report
 from finetune_job.finding import Finding
-from finetune_job.plan.run_plan import Choice
-from finetune_job.rules.rule import changes_text, format_value
 
 if TYPE_CHECKING:
+    # The rule book, which commands that only look at a cluster have no use for.
     from finetune_cli.checks.fix import FixedFile
+    from finetune_cli.checks.validate import DocumentVerdict, Report
+    from finetune_job.plan.run_plan import Choice
 
 
 WIDTH = 100
@@ -34,7 +35,8 @@ def _verdict(verdict: DocumentVerdict, names_file: bool) -> str:
     lines = [f"{place}{subject}: {verdict.outcome}"]
     lines += [f"  {verdict.device}"] if verdict.device else []
     lines += [finding_text(finding) for finding in verdict.findings]
-    if verdict.outcome is DocumentOutcome.ACCEPTED and verdict.choices:
+    # Only an accepted job has choices.
+    if verdict.choices:
         lines += ["", "  Left open by the manifest, and chosen:", choices_text(verdict.choices)]
     return "\n".join(lines)
 
@@ -56,17 +58,17 @@ def finding_text(finding: Finding) -> str:
 
 def choices_text(choices: Iterable[Choice]) -> str:
     """What the plan chose."""
-    rows = [(choice.field.removeprefix("spec."), _choice_value(choice.value), choice.reason) for choice in choices]
+    from finetune_job.rules.rule import format_value
+
+    rows = [(choice.field.removeprefix("spec."), format_value(choice.value), choice.reason) for choice in choices]
     fields, values = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"    {field:{fields}}  {value:{values}}  {reason}" for field, value, reason in rows)
 
 
-def _choice_value(value: object) -> str:
-    return format_value(value)
-
-
 def fixes_text(files: Sequence[FixedFile]) -> str:
     """What was changed, by rule."""
+    from finetune_job.rules.rule import changes_text
+
     lines = []
     for file in files:
         for job, finding in file.made:
@@ -76,7 +78,7 @@ def fixes_text(files: Sequence[FixedFile]) -> str:
 
 def labelled(label: str, text: str) -> str:
     """A line `label: text`, indented and wrapped."""
-    lead = f"    {label + ':':<8}"
+    lead = f"    {label + ': ':<8}"
     indent = " " * len(lead)
     return textwrap.fill(
         text, WIDTH, initial_indent=lead, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
@@ -105,10 +107,12 @@ def report_document(report: Report) -> dict[str, Any]:
 
 
 def as_json(content: dict[str, Any]) -> str:
-    """Indented, keys in the order given."""
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    """Indented, keys in the order given. What does not print is escaped; it reads back to the same content."""
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    return re.sub(r"[^\n -~]", lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text) + "\n"
 
 
 def as_yaml(content: dict[str, Any]) -> str:
-    """Block style, keys in the order given."""
-    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    """Block style, keys in the order given. What does not print is escaped; it reads back to the same content."""
+    text = str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    return text if text.replace("\n", "").isprintable() else str(yaml.safe_dump(content, sort_keys=False))

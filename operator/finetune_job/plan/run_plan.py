@@ -301,6 +301,19 @@ class RunPlan(LaunchPlan):
         """Whether preflight chooses how a rank computes its share of a step."""
         return self.leaves_open(MICRO_BATCH_FIELD) or self.leaves_open(RECOMPUTATION_FIELD)
 
+    def wrong_choice(self, chosen: Iterable[Choice]) -> Choice | None:
+        """The first of what is left open here that has a value which no preflight chooses for this plan."""
+        return next((each for each in chosen if self.leaves_open(each.field) and not self._can_be(each)), None)
+
+    def _can_be(self, choice: Choice) -> bool:
+        value = choice.value
+        if choice.field == MICRO_BATCH_FIELD:
+            of_rank = self.training.global_batch_size // self.parallelism.world_size
+            return type(value) is int and 1 <= value <= of_rank and of_rank % value == 0
+        if choice.field == RECOMPUTATION_FIELD:
+            return isinstance(value, str) and value in list(ActivationCheckpointing)
+        return choice.field != RESHARDING_FIELD or isinstance(value, bool)
+
     def with_choices(self, chosen: Iterable[Choice]) -> RunPlan:
         """With values that preflight chose, of what is left open here. Other choices are not looked at."""
         by_field = {choice.field: choice for choice in chosen if self.leaves_open(choice.field)}

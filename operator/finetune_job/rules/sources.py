@@ -77,6 +77,12 @@ def _problem(
     )
 
 
+def _commit_command(place: HubPath) -> str:
+    """Prints the newest commit of a repository on the Hub."""
+    kind = HUB_DATASETS if place.is_dataset else ""
+    return f"git ls-remote https://huggingface.co/{kind}{place.repository} HEAD"
+
+
 @rule(
     "hub-source-without-revision",
     "A repository on the Hub is read at a commit",
@@ -87,6 +93,7 @@ def _problem(
         "InvariantError: the source 'has no revision'; the branch itself names another commit after the next change",
     ),
     holds_for=OURS,
+    needs_human=True,
 )
 def hub_source_without_revision(context: RuleContext) -> Problem | None:
     edits = [
@@ -94,11 +101,12 @@ def hub_source_without_revision(context: RuleContext) -> Problem | None:
         for named in named_sources(context.spec)
         if isinstance(parse_source(named.source), HubPath) and named.revision is None
     ]
+    places = [place for edit in edits if isinstance(place := parse_source(edit.source), HubPath)]
     return _problem(
         context,
         edits,
         "without a commit, a restarted job could read other files than it started with",
-        "set it to the 40 digits of the commit, which the repository's page shows under Files and versions",
+        f"set it to the 40 digits that `{_commit_command(places[0])}` prints" if places else "",
         of_revision=True,
     )
 

@@ -88,11 +88,19 @@ class _Attempt(NamedTuple):
     """Accounts that it adds to the totals."""
 
 
-def _ledger_of(found: Document) -> Ledger:
+def read_ledger(found: Document) -> Ledger:
+    """The content of the ConfigMap. Raises ValueError."""
     try:
         content = zlib.decompressobj().decompress(base64.b64decode(found["binaryData"][KEY]), MOST_BYTES)
         return Ledger.model_validate_json(content)
-    except (KeyError, TypeError, ValueError, zlib.error) as error:
+    except (KeyError, TypeError, zlib.error) as error:
+        raise ValueError(str(error)) from error
+
+
+def _ledger_of(found: Document) -> Ledger:
+    try:
+        return read_ledger(found)
+    except ValueError as error:
         _log.error("usage is counted from zero: what was on record cannot be read", error=str(error)[:300])
         return Ledger()
 

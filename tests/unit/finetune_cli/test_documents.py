@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from finetune_cli.checks.validate import validate
-from finetune_cli.documents import read_documents
+from finetune_cli.documents import document_text, read_documents
 from finetune_cli.exit_codes import ExitCode
 from tests.unit.finetune_cli.manifests import ACCEPTED, edited, findings
 
@@ -76,3 +76,11 @@ def test_words_are_numbers_where_kubernetes_takes_them_for_numbers():
     words = "[1:30:00, 010, 2e-4, 1.5e3, .5, 0x1f, 1_000, 5GB, 2026-01-01]"
     (document,) = read_documents(f"a: {words}")
     assert document.content["a"] == ["1:30:00", 8, 0.0002, 1500.0, 0.5, 31, 1000, "5GB", "2026-01-01"]
+
+
+@pytest.mark.parametrize(
+    "text", ["1e-5", "12345e678", "0123", "0x1f", "1_000", ".5", "yes", "null", "~", "2026-01-01", "a: b", "", "é"]
+)
+def test_a_text_that_is_written_is_read_as_the_same_text(text: str) -> None:
+    (document,) = read_documents(document_text({"value": text, "list": [text]}))
+    assert document.content == {"value": text, "list": [text]}

@@ -1,6 +1,9 @@
 """What the command line loads: nothing that costs time for nothing, and rich only where something is drawn."""
 
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +42,7 @@ except SystemExit as end:
         ["validate", "-f", "examples/quickstart.yaml", "-o", "json"],
         ["validate", "-f", "examples/quickstart.yaml", "--fix"],
         ["explain"],
+        ["explain", "spec.training.learningRate"],
     ],
 )
 def test_no_heavy_library_is_loaded(arguments: list[str]) -> None:
@@ -49,6 +53,93 @@ def test_no_heavy_library_is_loaded(arguments: list[str]) -> None:
     assert code in (0, None)
     assert HEAVY & set(modules) == set()
     assert "yaml" in modules
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["completion", "bash"], ["merge", "--help"]])
+def test_what_needs_no_rules_loads_none(arguments: list[str]) -> None:
+    program = PROGRAM.replace('name.partition(".")[0] for name in', "name for name in")
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(arguments)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    code, modules = json.loads(done.stderr.splitlines()[-1])
+    assert code in (0, None)
+    assert {"finetune_job.rules.book", "finetune_job.api.job", "finetune_cli.documents"} & set(modules) == set()
+    assert HEAVY & {name.partition(".")[0] for name in modules} == set()
+
+
+def test_the_release_is_said() -> None:
+    done = subprocess.run([sys.executable, "-m", "finetune_cli", "--version"], capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"finetune \d+\.\d+\.\d+\S*\n", done.stdout)
+
+
+ENTRY = """
+import sys
+from finetune_cli.__main__ import main
+sys.argv[0] = "finetune"
+main()
+"""
+
+
+@pytest.fixture
+def on_path(tmp_path: Path) -> dict[str, str]:
+    """An environment in which `finetune` is the program of these sources."""
+    program = tmp_path / "finetune"
+    program.write_text(f"#!{sys.executable}\n{ENTRY}")
+    program.chmod(0o755)
+    sources = os.pathsep.join([str(ROOT / "operator"), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": sources}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("finetune val", {"validate"}), ("finetune completion z", {"zsh"}), ("finetune validate --pro", {"--profile"})],
+)
+def test_bash_completes_words(on_path: dict[str, str], line: str, expected: set[str]) -> None:
+    words = line.split()
+    script = (
+        "source <(finetune completion bash); "
+        f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; "
+        "$(complete -p finetune | sed -E 's/.*-F ([^ ]+) .*/\\1/') finetune; printf '%s\\n' \"${COMPREPLY[@]}\""
+    )
+    done = subprocess.run(["bash", "-c", script], env=on_path, capture_output=True, text=True, timeout=120, check=True)
+    assert expected <= set(done.stdout.split()), done.stderr
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_have_a_script_too(on_path: dict[str, str], shell: str) -> None:
+    done = subprocess.run(["finetune", "completion", shell], env=on_path, capture_output=True, text=True, check=True)
+    assert "finetune" in done.stdout
+    assert f"_FINETUNE_COMPLETE=complete_{shell}" in done.stdout
+
+
+def on_terminal(environment: dict[str, str], *arguments: str) -> str:
+    """What a command prints on a terminal."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "finetune_cli", *arguments], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                chunk = os.read(ours, 65_536)
+            except OSError:  # the other end is closed
+                break
+            if not chunk:
+                break
+            shown += chunk
+        process.wait(60)
+    os.close(ours)
+    return shown.decode()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["explain", "no-such-word"], ["merge"], ["validate", "-f", "README.md"], ["run", "README.md"]]
+)
+def test_without_colours_nothing_is_emphasised(arguments: list[str]) -> None:
+    shown = on_terminal({**os.environ, "NO_COLOR": "1", "TERM": "xterm-256color", "FORCE_COLOR": ""}, *arguments)
+    assert shown
+    assert "\x1b[" not in shown
 
 
 def test_the_start_does_no_needless_work() -> None:
@@ -77,3 +168,25 @@ def test_a_thousand_manifests_are_judged_in_one_call(tmp_path: Path) -> None:
     )  # fmt: skip
     documents = json.loads(done.stdout)["documents"]
     assert [(each["outcome"], each["name"]) for each in documents] == [("accepted", f"job-{number}") for number in range(1000)]
+
+
+def test_a_look_at_a_cluster_loads_no_rule_book(tmp_path: Path) -> None:
+    program = PROGRAM.replace('{name.partition(".")[0] for name in sys.modules}', "sys.modules")
+    environment = {**os.environ, "KUBECONFIG": str(tmp_path / "absent")}
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(["list"])],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    message, *_, answer = done.stderr.splitlines()
+    code, modules = json.loads(answer)
+    assert (code, message.partition(":")[0]) == (2, "no usable kubeconfig")
+    assert "kubernetes.client" in modules
+    heavy = {
+        "finetune_job.rules.book",
+        "finetune_cli.checks.validate",
+        "finetune_operator.decide.account",
+        "kopf",
+        "aiohttp",
+        "rich",
+    }
+    assert heavy & set(modules) == set()

@@ -15,7 +15,10 @@ from pydantic import BaseModel, ConfigDict
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import Choice, RunPlan
 from finetune_memory.model_shape import ModelShape
+from finetune_trainer.errors import PlanMismatchError
 from finetune_trainer.files import read_own
+
+_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,13 @@ class ModelReport(BaseModel):
         return total
 
 
+def _changed(path: Path, what: str) -> PlanMismatchError:
+    return PlanMismatchError(
+        f"{path.name} on the workspace {what}: something else has written it",
+        "create the job again with an empty workspace, and keep other writers off the claim",
+    )
+
+
 def read_report(path: Path) -> ModelReport | None:
     """The report at `path`, or None where there is none."""
     return ModelReport.model_validate_json(read_own(path)) if path.is_file() else None
@@ -180,10 +190,18 @@ def read_report(path: Path) -> ModelReport | None:
 def with_choices_of_preflight(plan: RunPlan, path: Path) -> RunPlan:
     """The plan with what the report at `path` says of what it leaves open: the same for every attempt.
 
-    Without a word of preflight ranks free gathered parameters after the forward pass, which takes the least memory.
+    Without a word of preflight ranks free gathered parameters after the forward pass, which takes the least memory. Raises
+    PlanMismatchError if the report holds what preflight never writes: it is on the workspace, where others may write.
     """
-    report = read_report(path)
+    try:
+        report = read_report(path)
+    except ValueError as error:
+        raise _changed(path, "is not a report of preflight") from error
     frees = report is None or report.resharding is None or report.resharding.value is not False
     if report is not None:
+        written = [*report.batches, *([] if report.resharding is None else [report.resharding])]
+        wrong = plan.wrong_choice(written)
+        if wrong is not None:
+            raise _changed(path, f"says {wrong.field}: {str(wrong.value)[:_SHOWN]}, which preflight chooses for no such job")
         plan = plan.with_choices(report.batches)
     return plan.with_fsdp(reshard_after_forward=frees) if plan.parallelism.leaves_resharding_open else plan

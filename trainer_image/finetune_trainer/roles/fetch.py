@@ -163,6 +163,7 @@ def _open(wanted: WantedSource, plan: FetchPlan, credentials: Credentials) -> Re
 
 
 def _list(wanted: WantedSource, remote: RemoteSource, allow_remote_code: bool, retry_policy: RetryPolicy) -> ListedSource:
+    log.info("%s: asking %s which files there are", wanted.name, wanted.item.source)
     found = with_retries(wanted.item.source, retry_policy, threading.Event(), source_unavailable, remote.files)
     problem = listing_problem(found)
     if problem is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -33,7 +34,7 @@ from finetune_trainer.data.findings import (
 )
 from finetune_trainer.data.read import NoRecordFilesError, Record, RecordProblem, read_file
 from finetune_trainer.data.source_files import SourceFiles, find_files, find_shared
-from finetune_trainer.data.templates_alone import keep_rest_of_transformers_out
+from finetune_trainer.data.templates_alone import import_renderer, keep_rest_of_transformers_out
 from finetune_trainer.data.tokenizer_files import FileTokenizer, TokenizerFilesError
 from finetune_trainer.preflight.places import not_vacant, not_writable
 from finetune_trainer.processes.start import die_with, keep_torch_out
@@ -82,7 +83,10 @@ def main() -> int:
     die_with(order["parent"])
     keep_torch_out()
     keep_rest_of_transformers_out()
-    json.dump(look(order), sys.stdout)
+    # What libraries print goes to standard error, so that the answer stays JSON.
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)
+        json.dump(look(order), answer)
     return 0
 
 
@@ -155,6 +159,8 @@ def _tokenizer(directory: str | None, settings: DataSettings) -> tuple[FileToken
     from finetune_trainer.data.tokenizer import check_chat_template, unusable
 
     try:
+        if settings.format is DataFormat.CHAT:
+            import_renderer()
         tokenizer = FileTokenizer(Path(directory))
     except ModuleNotFoundError:
         return None, []

@@ -133,7 +133,20 @@ def test_what_a_person_has_to_weigh_stays_and_is_told() -> None:
     assert result.exit_code == 0
     assert method in result.stdout
     assert result.stderr == "fixed tuned: spec.training.epochs removed (epochs-or-max-steps)\n"
-    assert {"method-in-one-unit", "credentials-without-tls"} == NEEDING_HUMANS
+    assert {"method-in-one-unit", "credentials-without-tls", "hub-source-without-revision"} == NEEDING_HUMANS
+
+
+@pytest.mark.parametrize(
+    ("source", "command"),
+    [("hf://org/model", "git ls-remote https://huggingface.co/org/model HEAD"), ("pvc://data/x.jsonl", None)],
+)
+def test_a_commit_that_only_the_author_knows_is_not_made_up(source: str, command: str | None) -> None:
+    text = ACCEPTED.replace("pvc://models/base", source).replace("    maxSteps: 10", "    maxSteps: 10\n    epochs: 1")
+    result = run("--fix", stdin=text)
+    assert "revision" not in result.stdout
+    assert "epochs removed" in result.stderr
+    told = " ".join(result.stderr.split())
+    assert (result.exit_code, (command or "hub-source-without-revision") in told) == ((1, True) if command else (0, False))
 
 
 def test_jobs_in_a_list_are_fixed() -> None:
@@ -183,8 +196,11 @@ def assert_fixed(text: str, profile: str | None, rule: str | None = None) -> Non
     (fixed,) = fix([("", text)], profile)
     assert {finding.rule for _, finding in fixed.made} or fixed.text == text
     verdicts = [verdict for verdict in validate(fixed.text, profile).verdicts if verdict.kind == "FineTuneJob"]
-    left = [finding for verdict in verdicts for finding in verdict.findings if finding.rule not in NEEDING_HUMANS]
-    assert ([verdict.outcome for verdict in verdicts], left) == ([DocumentOutcome.ACCEPTED], []), fixed.text
+    (verdict,) = verdicts
+    left = [finding for finding in verdict.findings if finding.rule not in NEEDING_HUMANS]
+    is_refused = any(finding.severity == "error" for finding in verdict.findings)
+    expected = DocumentOutcome.REFUSED if is_refused else DocumentOutcome.ACCEPTED
+    assert (verdict.outcome, left) == (expected, []), fixed.text
     (again,) = fix([("", fixed.text)], profile)
     assert again.text == fixed.text
 

@@ -202,3 +202,15 @@ def test_a_refused_manifest_is_told_as_validate_tells_it(claims):
     done = finetune(claims, "data", "-f", "JOB", "--claims", "CLAIMS", format="Text")
     assert done.returncode == 1
     assert "chat-template-without-chat" in done.stdout
+
+
+def test_what_a_library_prints_does_not_spoil_the_answer():
+    program = (
+        "import os; from finetune_trainer.roles import look\n"
+        "look.look = lambda order: (print('printed', flush=True), os.write(1, b'written'), {'said': order['ask']})[-1]\n"
+        "look.main()\n"
+    )
+    order = json.dumps({"parent": os.getpid(), "ask": 1}).encode()
+    done = subprocess.run([sys.executable, "-c", program], input=order, capture_output=True, timeout=60, check=True)
+    assert done.stdout == b'{"said": 1}'
+    assert done.stderr == b"printed\nwritten"

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from finetune_cli.app import app
+from finetune_cli.commands.explain import explain
+from finetune_cli.render.explanations import explained_text
 from finetune_job.catalogue.book import ENTRIES
 from finetune_job.failures import EXIT_CODES, FailureClass
 from finetune_job.names import Role
@@ -55,6 +63,25 @@ def test_a_rule_is_explained_with_its_evidence():
         ("nodelost", ("NodeLost: failure class", "NodeLost: reason", "retry: not counted")),
         ("44", ("exit code of a container", "DeviceOutOfMemory")),
         ("3", ("exit code of finetune", "A run failed.")),
+        (
+            "spec.training.learningRate",
+            (
+                "spec.training.learningRate: field of FineTuneJob type: number in quotes",
+                "default: unset",
+                "Peak learning rate.",
+                "device: the same on GPU and CPU",
+                "steps-too-large",
+            ),
+        ),
+        ("spec.training.globalBatchSize", ("type: integer default: 16 unit: sequences bounds: 1 to 1000000",)),
+        ("SPEC.Data.Datasets[0].source", ("spec.data.datasets[].source: field", "default: none: required", "txt-without-text")),
+        ("processespernode", ("spec.parallelism.processesPerNode", "GPU: the GPUs of a node", "CPU: ranks that share")),
+        ("spec.checkpoint.everySeconds", ("unit: seconds",)),
+        ("spec.training", ("type: object", "fields: epochs, maxSteps,")),
+        ("spec.training.scheduler", ("one of Constant, Linear, Cosine, InverseSqrt, WarmupStableDecay",)),
+        ("spec.method.lora.targetModules", ("list of string",)),
+        ("spec.gpu.resourceName", ("field of FineTuneProfile",)),
+        ("status.phase", ("field of FineTuneJob",)),
         ("Stalled", ("Stalled: failure class", "Stalled: condition", "code 53")),
         ("WaitingInLine", ("reason of a condition or an event", "maxActiveJobs")),
     ],
@@ -76,9 +103,28 @@ def test_every_word_that_the_product_prints_is_explained():
         *Reason,
         *("0", "1", "2", "3", "130"),
     ]
-    from finetune_cli.commands.explain import explain
+    words += sorted(fields_of_the_crds())
+    assert len(words) > 500
+    assert [word for word in words if word.rpartition("/")[2] not in explained_text(explain(word))] == []
 
-    assert [word for word in words if word.rpartition("/")[2] not in explain(word)] == []
+
+def fields_of_the_crds() -> set[str]:
+    """Paths of all fields, as the files that users install have them."""
+    found: set[str] = set()
+    for file in sorted((Path(__file__).parents[4] / "crds").glob("*.yaml")):
+        schema = yaml.safe_load(file.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+        for root in ("spec", "status"):
+            if root in schema["properties"]:
+                found |= {root, *_paths(root, schema["properties"][root])}
+    return found
+
+
+def _paths(path: str, node: dict[str, Any]) -> Iterator[str]:
+    if "items" in node:
+        path, node = f"{path}[]", node["items"]
+    for name, child in node.get("properties", {}).items():
+        yield f"{path}.{name}"
+        yield from _paths(f"{path}.{name}", child)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +134,9 @@ def test_every_word_that_the_product_prints_is_explained():
         ("token-indx-unknown", "token-index-unknown"),
         ("DeviceOutofMemori", "DeviceOutOfMemory"),
         ("waiting in lines", "WaitingInLine"),
+        ("spec.training.learninRate", "spec.training.learningRate"),
+        ("spec.trainning.maxStep", "spec.training.maxSteps"),
+        ("spec.learningRate", "spec.training.learningRate"),
     ],
 )
 def test_an_unknown_word_is_answered_with_what_is_like_it(word, meant):
@@ -101,6 +150,29 @@ def test_a_word_that_is_like_nothing_leads_to_the_list():
     answer = run("xyzzy")
     assert answer.exit_code == 2
     assert answer.output == "nothing is called xyzzy; `finetune explain` lists all findings\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "kind", "expected"),
+    [
+        ("wrap-class-list-empty", "rule", {"severity": "error", "topic": "wrapping", "needsHuman": False}),
+        ("token-index-unknown", "finding", {"gates": ["preflight"]}),
+        ("frozen-after-start", "refused change", {"gates": ["API server"]}),
+        ("DeviceOutOfMemory", "failure class", {"exitCode": 44, "retry": "no"}),
+        ("130", "exit code of finetune", {"word": "130"}),
+        ("spec.checkpoint.keep", "field", {"default": "2", "bounds": "2 to 1000", "type": "integer", "required": False}),
+    ],
+)
+def test_the_same_is_there_as_data(word, kind, expected):
+    document = json.loads(run(word, "-o", "json").output)
+    meaning = next(each for each in document["meanings"] if each["kind"] == kind)
+    assert {name: meaning[name] for name in expected} == expected
+    assert document["word"] == word
+
+
+def test_the_list_is_there_as_data():
+    listed = json.loads(run("-o", "json").output)["findings"]
+    assert {each["id"] for each in listed} == {*(rule.id for rule in RULES), *(entry.id for entry in ENTRIES)}
 
 
 def test_all_findings_are_listed_by_topic():

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from finetune_cli.app import app
-from finetune_cli.commands.merge import check_order, merge_text
+from finetune_cli.commands.merge import check_order, merge_document, merge_text
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.launch import Interruption
 from finetune_cli.local.programs import MergeEnd, MergeOrder, merge_directories
@@ -130,6 +130,8 @@ def test_the_last_words_say_where_and_how_good(order):
     for part in ("Failed.", "gate: mean KL 3 > 0.01"):
         assert part in text
     assert "continue" in merge_text(MergeEnd(ExitCode.INTERRUPTED, {}, ""), order)
+    assert merge_document(MergeEnd(ExitCode.DONE, VERIFIED, "")) == {"outcome": "done", "message": None, **VERIFIED}
+    assert merge_document(MergeEnd(ExitCode.FAILED, {}, "gate")) == {"outcome": "failed", "message": "gate"}
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,20 @@
-"""The plan of a job on this machine."""
+"""The plan of a job on this machine, and its end as data."""
 
 from __future__ import annotations
 
-import pytest
+import json
+from pathlib import Path
 
-from finetune_cli.commands.run import local_plan
+import pytest
+from typer.testing import CliRunner
+
+from finetune_cli.app import app
+from finetune_cli.commands.run import RunEnd, local_plan, run_document
 from finetune_cli.exit_codes import ExitCode, LocalError
-from tests.unit.finetune_cli.jobs import PLAN, job, published
+from finetune_cli.local.summary import Losses, Summary
+from finetune_job.failures import FailureClass, Outcome, TerminationReport
+from tests.unit.finetune_cli.local_jobs import PLAN, job, published
+from tests.unit.finetune_cli.manifests import REFUSED
 
 
 def test_the_plan_of_this_machine():
@@ -17,3 +25,36 @@ def test_the_plan_of_this_machine():
     with pytest.raises(LocalError, match=r"spec.parallelism.nodes: 2 .*processesPerNode") as caught:
         local_plan(job(nodes=2), own_output=False)
     assert caught.value.exit_code is ExitCode.REFUSED
+
+
+def test_an_end_is_there_as_data():
+    summary = Summary(Losses(2.5, 1.25, held_out=True), 7, Path("/out/adapter"), None, None, workspace=Path("/w"), seconds=3.14)
+    last = TerminationReport(role="merge", outcome=Outcome.FAILED, failure=FailureClass.DISK_FULL, message="full", hint="grow it")
+    document = run_document(RunEnd(ExitCode.FAILED, PLAN.job, [], last, summary))
+    assert json.loads(json.dumps(document)) == {
+        "outcome": "failed",
+        "job": {"namespace": PLAN.job.namespace, "name": PLAN.job.name},
+        "findings": [],
+        "failure": {"role": "merge", "class": "DiskFull", "message": "full", "hint": "grow it"},
+        "losses": {"first": 2.5, "last": 1.25, "heldOut": True},
+        "step": 7,
+        "adapter": "/out/adapter",
+        "merged": None,
+        "publishedAt": None,
+        "verification": None,
+        "report": None,
+        "workspace": "/w",
+        "restarts": 0,
+        "seconds": 3.1,
+    }
+
+
+def test_a_refusal_is_data_on_standard_output_and_told_on_standard_error(tmp_path):
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text(REFUSED)
+    answer = CliRunner().invoke(app, ["run", str(manifest), "--claims", str(tmp_path), "-o", "json"])
+    document = json.loads(answer.stdout)
+    assert answer.exit_code == 1
+    assert (document["outcome"], document["job"]) == ("refused", None)
+    assert "wrap-class-name-blank" in [finding["rule"] for finding in document["findings"]]
+    assert "wrap-class-name-blank" in answer.stderr

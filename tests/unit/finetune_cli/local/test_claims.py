@@ -8,7 +8,7 @@ import pytest
 
 from finetune_cli.exit_codes import LocalError
 from finetune_cli.local.claims import claim_directories, claims_of, link_claims, parse_claims
-from tests.unit.finetune_cli.jobs import PLAN
+from tests.unit.finetune_cli.local_jobs import PLAN
 
 
 def test_claims_are_parsed():

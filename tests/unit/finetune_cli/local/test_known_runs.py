@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from finetune_cli.app import app
 from finetune_cli.local.run_directory import freeze, run_directory_of, write_record
 from finetune_job.names import Role
-from tests.unit.finetune_cli.jobs import PLAN
+from tests.unit.finetune_cli.local_jobs import PLAN
 
 COMMAND = """
 import signal, sys, time

@@ -18,7 +18,7 @@ from finetune_job.api.job import parse_job
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.names import Role
 from finetune_job.progress import Progress
-from tests.unit.finetune_cli.jobs import PLAN, published
+from tests.unit.finetune_cli.local_jobs import PLAN, published
 from tests.unit.finetune_cli.manifests import ACCEPTED
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -23,7 +23,7 @@ from finetune_cli.local.run_directory import (
     write_record,
 )
 from finetune_job.names import Role
-from tests.unit.finetune_cli.jobs import PLAN
+from tests.unit.finetune_cli.local_jobs import PLAN
 
 
 def test_the_budget_in_a_record_of_the_first_release_is_the_gangs():

@@ -9,7 +9,7 @@ from finetune_cli.local.run_directory import RunRecord
 from finetune_cli.local.summary import Losses, losses, summarise
 from finetune_cli.render.run import summary_text
 from finetune_job.names import Role
-from tests.unit.finetune_cli.jobs import PLAN
+from tests.unit.finetune_cli.local_jobs import PLAN
 
 
 def test_losses_come_from_the_held_out_records_or_the_history():

@@ -69,12 +69,17 @@ def test_files_that_make_no_tokenizer_are_named(tmp_path):
 
 def test_templates_run_in_the_sandbox_of_training_without_the_rest_of_transformers():
     program = (
-        "import sys; from finetune_trainer.data.templates_alone import keep_rest_of_transformers_out as keep; keep(); keep()\n"
+        "import sys; from finetune_trainer.data.templates_alone import import_renderer, keep_rest_of_transformers_out as keep\n"
+        "keep(); keep(); import_renderer(); import_renderer()\n"
         "from transformers.utils.chat_template_utils import render_jinja_template as render\n"
         "print(render(conversations=[[{'role': 'user', 'content': 'q'}]], chat_template='{{ messages[0].content }}')[0])\n"
+        "print(render(conversations=[[]], chat_template='x', return_assistant_tokens_mask=True)[0])\n"
         "print(len([name for name in sys.modules if name.startswith('transformers.')]) < 8)\n"
+        "print({'numpy', 'tqdm', 'huggingface_hub'} & set(sys.modules))\n"
+        "import numpy; print(numpy.zeros(1).sum())\n"
         "render(conversations=[[]], chat_template='{{ messages.__class__.__mro__ }}')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.split() == ["['q']", "True"]
+    assert done.stdout.split() == ["['q']", "['x']", "True", "set()", "0.0"]
+    assert "does not contain `{% generation %}`" in done.stderr
     assert "SecurityError" in done.stderr

@@ -12,6 +12,7 @@ from finetune_job.failures import Outcome
 from finetune_job.plan.resolve import placement_of
 from finetune_job.plan.run_plan import Choice
 from finetune_trainer.data.batches import PreparedData
+from finetune_trainer.errors import PlanMismatchError
 from finetune_trainer.files import file_sha256
 from finetune_trainer.inspection.report import ModelReport, with_choices_of_preflight
 from finetune_trainer.roles.preflight import run
@@ -226,6 +227,29 @@ def test_what_a_rank_computes_at_once_is_chosen_by_its_memory(context, memory, e
     training = with_choices_of_preflight(job.plan, job.workspace.model_report).training
     assert [training.micro_batch_size, training.activation_checkpointing.value] == expected
     assert training.gradient_accumulation_steps == 8 // expected[0]
+
+
+def test_a_report_that_something_else_has_written_is_refused_by_name(context):
+    job = context({"training.globalBatchSize": 8, "parallelism.processesPerNode": 2})
+    run(job)
+    path = job.workspace.model_report
+    written = json.loads(path.read_text())
+    micro, recomputed = written["batches"]
+    forged = [
+        *({"batches": [{**micro, "value": value}]} for value in (0, -1, 3, 8, 10**9, "4", 4.0, True, None)),
+        *({"batches": [{**recomputed, "value": value}]} for value in ("Some", 1, None, ["Full"])),
+        {"resharding": {"field": "spec.parallelism.fsdp.reshardAfterForward", "value": "false", "reason": ""}},
+    ]
+    for change in forged:
+        path.write_text(json.dumps({**written, **change}))
+        with pytest.raises(PlanMismatchError, match=r"preflight.json on the workspace says spec\.\w+.* something else"):
+            with_choices_of_preflight(job.plan, path)
+    path.write_text("[]")
+    with pytest.raises(PlanMismatchError, match=r"preflight.json on the workspace is not a report"):
+        with_choices_of_preflight(job.plan, path)
+    for value in (1, 2, 4):
+        path.write_text(json.dumps({**written, "batches": [{**micro, "value": value}]}))
+        assert with_choices_of_preflight(job.plan, path).training.micro_batch_size == value
 
 
 def test_a_large_model_without_a_gpu_is_warned_of_by_its_tensors(context, monkeypatch):

@@ -1,0 +1,55 @@
+"""How every verb answers: its errors in one message, its result as text, JSON or YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+
+import typer
+
+from finetune_cli.exit_codes import ExitCode, LocalError
+
+
+class Output(StrEnum):
+    """Forms of output."""
+
+    TEXT = "text"
+    JSON = "json"
+    YAML = "yaml"
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """What a command cannot do is one message, and ends it with the error's exit code; Ctrl-C ends it without one."""
+    try:
+        yield
+    except LocalError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(error.exit_code) from error
+    except KeyboardInterrupt as error:
+        raise typer.Exit(ExitCode.INTERRUPTED) from error
+
+
+@contextmanager
+def signs_of_life(doing: str) -> Iterator[None]:
+    """Says on standard error, every half minute, that this is still done."""
+    from finetune_cli.render.signs_of_life import SignsOfLife
+
+    with SignsOfLife(lambda line: typer.echo(line, err=True)) as signs:
+        signs.doing(doing)
+        yield
+
+
+def print_answer(output: Output, text: Callable[[], str], document: Callable[[], Any]) -> None:
+    """Print one of the two."""
+    from finetune_cli.render.verdicts import as_json, as_yaml
+
+    match output:
+        case Output.TEXT:
+            typer.echo(text(), nl=False)
+        case Output.JSON:
+            typer.echo(as_json(document()), nl=False)
+        case Output.YAML:
+            typer.echo(as_yaml(document()), nl=False)

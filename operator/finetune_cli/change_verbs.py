@@ -1,0 +1,243 @@
+"""The verbs that make manifests and change the jobs of a cluster."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life
+from finetune_cli.cluster_verbs import Context, Form, JobName, Namespace
+from finetune_cli.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from finetune_cli.commands.change_jobs import Change
+
+change_app = typer.Typer()
+NewName = Annotated[str | None, typer.Option("--name", help="Name of the new job. Unset: the first of JOB-2, JOB-3, ...")]
+
+
+@change_app.command()
+def submit(
+    *,
+    file: Annotated[str, typer.Argument(help="Manifest with FineTuneJobs; - for standard input.")],
+    namespace: Namespace = None,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="Then show what changes, until the job has ended.")] = False,
+    context: Context = None,
+    output: Form = Output.TEXT,
+) -> None:
+    """Judge a manifest by every rule, and create its jobs if none is refused.
+
+    Exit code: 0 created (with --watch: and succeeded), 1 refused (with --watch: or failed), 2 unusable input or no usable
+    kubeconfig, 3 the cluster did not take it, 130 interrupted.
+    """
+    from finetune_cli.cluster.objects import Cluster
+    from finetune_cli.commands.change_jobs import submit as submit_jobs
+    from finetune_cli.exit_codes import LocalError
+    from finetune_cli.inputs import InputError, read_text
+    from finetune_cli.render.verdicts import report_document, report_text
+
+    with errors_told():
+        try:
+            text = read_text(file)
+        except InputError as error:
+            raise LocalError(str(error)) from error
+        report, made = submit_jobs(Cluster(context, namespace), text, file, namespace)
+        if not made:
+            print_answer(output, lambda: report_text(report), lambda: report_document(report))
+            raise typer.Exit(report.exit_code)
+        typer.echo(report_text(report), nl=False, err=True)
+        if watch and len(made) > 1:
+            raise LocalError(f"{len(made)} jobs were created; --watch follows one: use `finetune list --watch`")
+        if not watch:
+            print_answer(
+                output,
+                lambda: "".join(each.text() for each in made),
+                lambda: {"jobs": [each.document() for each in made]},
+            )
+            return
+    typer.echo(made[0].text(), nl=False)
+    raise typer.Exit(_watched(made[0], context, output))
+
+
+def _watched(change: Change, context: str | None, output: Output) -> ExitCode:
+    from finetune_cli.cluster.objects import Cluster
+    from finetune_cli.cluster_verbs import status
+    from finetune_cli.commands.follow import outcome
+    from finetune_job.reasons import ConditionType
+
+    status(name=change.job.name, namespace=change.job.namespace, watch=True, context=context, output=output)
+    with errors_told():
+        ended = Cluster(context, change.job.namespace).job(change.job.name)
+    code = outcome(ended, ConditionType.FINISHED)
+    return ExitCode.FAILED if code is None else code
+
+
+@change_app.command()
+def suspend(*, name: JobName, namespace: Namespace = None, context: Context = None, output: Form = Output.TEXT) -> None:
+    """Take a job's pods away and keep its checkpoint.
+
+    Exit code: 0, 1 it has ended, 2 no such job or no usable kubeconfig, 3 the cluster did not take it.
+    """
+    from finetune_cli.cluster.objects import Cluster
+    from finetune_cli.commands.change_jobs import set_suspended
+
+    with errors_told():
+        _print(set_suspended(Cluster(context, namespace), name, suspended=True), output)
+
+
+@change_app.command()
+def resume(*, name: JobName, namespace: Namespace = None, context: Context = None, output: Form = Output.TEXT) -> None:
+    """Continue a suspended job from its latest checkpoint.
+
+    Exit code: 0, 1 it has ended, 2 no such job or no usable kubeconfig, 3 the cluster did not take it.
+    """
+    from finetune_cli.cluster.objects import Cluster
+    from finetune_cli.commands.change_jobs import set_suspended
+
+    with errors_told():
+        _print(set_suspended(Cluster(context, namespace), name, suspended=False), output)
+
+
+@change_app.command()
+def cancel(
+    *,
+    name: JobName,
+    namespace: Namespace = None,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask on a terminal.")] = False,
+    context: Context = None,
+    output: Form = Output.TEXT,
+) -> None:
+    """End a job for good. It cannot be taken back; `suspend` can.
+
+    Exit code: 0, 1 it has ended, 2 no such job or no usable kubeconfig, 3 the cluster did not take it, 130 not confirmed.
+    """
+    from finetune_cli.cluster.objects import Cluster
+    from finetune_cli.commands.change_jobs import cancel as cancel_job
+
+    if not yes and _is_terminal() and not typer.confirm(f"End {name} for good?", err=True):
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    with errors_told():
+        _print(cancel_job(Cluster(context, namespace), name), output)
+
+
+@change_app.command()
+def retry(
+    *, name: JobName, new_name: NewName = None, namespace: Namespace = None, context: Context = None, output: Form = Output.TEXT
+) -> None:
+    """Try a job again: one that waits until a human acts, where it stands; one that has failed, as a new job of the same spec.
+
+    Exit code: 0, 1 there is nothing to try again, 2 no such job or no usable kubeconfig, 3 the cluster did not take it.
+    """
+    from finetune_cli.cluster.objects import Cluster
+    from finetune_cli.commands.change_jobs import retry as retry_job
+
+    with errors_told():
+        _print(retry_job(Cluster(context, namespace), name, new_name), output)
+
+
+@change_app.command()
+def fork(
+    *,
+    name: JobName,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="PATH=VALUE, as in training.learningRate=1e-4; may be repeated.")
+    ] = None,
+    new_name: NewName = None,
+    namespace: Namespace = None,
+    context: Context = None,
+) -> None:
+    """Print the manifest of a new job: the spec of a job with changes, and with a place of its own for the results.
+
+    The new job begins with the base model: a job cannot start from the checkpoint of another one. Exit code: 0 the rules accept
+    it, 1 they refuse it, 2 no such job or no usable kubeconfig, 3 the cluster did not give it.
+    """
+    from finetune_cli.cluster.objects import Cluster
+    from finetune_cli.commands.change_jobs import fork as fork_job
+    from finetune_cli.jobs.next_manifest import parse_change
+    from finetune_cli.render.verdicts import report_text
+
+    with errors_told():
+        parsed = [parse_change(each) for each in changes or []]
+        text, report = fork_job(Cluster(context, namespace), name, new_name, parsed)
+    typer.echo(text, nl=False)
+    if any(verdict.findings for verdict in report.verdicts):
+        typer.echo(report_text(report), nl=False, err=True)
+    raise typer.Exit(report.exit_code)
+
+
+@change_app.command()
+def download(
+    *,
+    name: JobName,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the results go; made if it is not there.")],
+    namespace: Namespace = None,
+    timeout: Annotated[str, typer.Option(help="How long all of it may take: 90s, 10m, 1h30m or 2d.")] = "6h",
+    context: Context = None,
+    output: Form = Output.TEXT,
+) -> None:
+    """Copy the results of a job from their claim to this machine, by way of a pod that lives for as long as this takes.
+
+    Each file is compared with SHA256SUMS. Call it again to continue. Exit code: 0 all is there, 1 the results are not complete
+    yet, 2 no such job, or its results are elsewhere, 3 they could not be read or written, 130 interrupted.
+    """
+    from finetune_cli.cluster.objects import Cluster
+    from finetune_cli.commands.download import Listener
+    from finetune_cli.commands.download import download as download_results
+    from finetune_cli.jobs.durations import parse_duration
+    from finetune_cli.local.launch import Interruption
+
+    def tell(line: str) -> None:
+        typer.echo(line, err=True)
+
+    with errors_told(), signs_of_life("copying the results"), Interruption(stopping="the pod is deleted") as interruption:
+        seconds = int(parse_duration(timeout, "--timeout"))
+        listener = Listener(tell, lambda: interruption.requested)
+        found = download_results(Cluster(context, namespace), name, directory, seconds, listener)
+    print_answer(output, found.text, found.document)
+
+
+@change_app.command()
+def init(
+    *,
+    model: Annotated[str | None, typer.Option(help="Base model: hf://ORG/NAME, s3://BUCKET/PREFIX or pvc://CLAIM/PATH.")] = None,
+    data: Annotated[str | None, typer.Option(help="Records: an address as of the model, or hf://datasets/ORG/NAME.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Commit of a model of the Hub.")] = None,
+    data_revision: Annotated[str | None, typer.Option(help="Commit of a data set of the Hub.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, max=64, help="GPUs of one node, or CPU ranks.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
+    destination: Annotated[str, typer.Option("--output", help="Where the results go.")] = "pvc://models-out",
+    workspace: Annotated[str, typer.Option(help="Claim for checkpoints and prepared data.")] = "workspace",
+    profile: Annotated[str | None, typer.Option(help="FineTuneProfile of the cluster. Unset: default.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the job. Unset: made from the model's.")] = None,
+    file: Annotated[Path | None, typer.Option("-f", "--filename", help="File to write. Unset: standard output.")] = None,
+) -> None:
+    """Write a manifest that validates. On a terminal it asks for what is not given: model, data and devices.
+
+    Exit code: 0 written, 1 the rules refuse what was given, 2 something is missing, or the file exists.
+    """
+    from finetune_cli.commands.init import Answers, ask, manifest_text, write_new
+    from finetune_cli.render.verdicts import report_text
+
+    given = Answers(model, data, revision, data_revision, devices, nodes, destination, workspace, profile, name)
+    with errors_told():
+        answers = ask(given, is_terminal=_is_terminal())
+        text, report = manifest_text(answers)
+        if report.exit_code is not ExitCode.DONE:
+            typer.echo(report_text(report), nl=False, err=True)
+            raise typer.Exit(ExitCode.REFUSED)
+        if file is None:
+            typer.echo(text, nl=False)
+            return
+        write_new(file, text)
+    typer.echo(f"{file} is written; next: `finetune run {file}` on this machine, or `finetune submit {file}`", err=True)
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _print(change: Change, output: Output) -> None:
+    print_answer(output, change.text, change.document)

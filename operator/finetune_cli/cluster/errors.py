@@ -1,0 +1,82 @@
+"""What a cluster refuses, in words: what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from finetune_cli.cluster.client import RequestError
+from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.jobs.plain import plain
+from finetune_job.names import API_VERSION, GROUP
+
+_SHOWN = 300
+_POLICY = "ValidatingAdmissionPolicy"
+_VERBS = {"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+_PATH = re.compile(
+    r"/(?:api/v1|apis/(?P<group>[^/]+)/[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?"
+    r"(?:/(?P<sub>[a-z]+))?$"
+)
+
+
+class ClusterError(LocalError):
+    """What was asked of a cluster and could not be done. `status`: of the answer; None: there was none."""
+
+    def __init__(self, message: str, exit_code: ExitCode = ExitCode.FAILED, status: int | None = None) -> None:
+        super().__init__(message, exit_code)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Right:
+    """A right in the words of RBAC."""
+
+    verb: str
+    resource: str
+    """With its subresource: `pods/log`."""
+    group: str = ""
+    namespace: str = ""
+    """Empty: of the cluster, or of all namespaces."""
+
+    def __str__(self) -> str:
+        resource = f"{self.resource}.{self.group}" if self.group else self.resource
+        place = f"in the namespace {self.namespace}" if self.namespace else "in the whole cluster"
+        return f"{self.verb} {resource} {place}"
+
+
+def right_for(method: str, path: str) -> Right | None:
+    """The right that a request needs; None for a path of another kind."""
+    found = _PATH.match(path)
+    if found is None:
+        return None
+    verb = "list" if method == "GET" and found["name"] is None else _VERBS.get(method, method.lower())
+    sub = f"/{found['sub']}" if found["sub"] else ""
+    return Right(verb, found["plural"] + sub, found["group"] or "", found["namespace"] or "")
+
+
+def told(error: RequestError, method: str, path: str, server: str) -> ClusterError:
+    """What the error means and what to do."""
+    said = plain(error, _SHOWN)
+    match error.status:
+        case None:
+            return ClusterError(f"{server}: {said}; check that the cluster can be reached, or name another --context")
+        case 401:
+            return ClusterError(f"{server} does not know you: log in again, or name another --context", status=401)
+        case 403 if _POLICY in str(error):
+            # Its message names the field and the right that is missing.
+            _, _, denied = str(error).partition("denied request: ")
+            return ClusterError(plain(denied, _SHOWN) or said, status=403)
+        case 403:
+            right = right_for(method, path)
+            missing = f"you may not {right}" if right is not None else said
+            return ClusterError(
+                f"{missing}; ask for a Role with this right (docs/rights.md lists those that each command needs)", status=403
+            )
+        case 404 if f"/{GROUP}/" in path and not error.details.get("name"):
+            return ClusterError(
+                f"{server} does not serve {API_VERSION}: install the chart, or name another --context", status=404
+            )
+        case 429 | 500 | 502 | 503 | 504:
+            return ClusterError(f"{server}: {said}; the cluster is overloaded or starting, try again", status=error.status)
+        case _:
+            return ClusterError(said, status=error.status)

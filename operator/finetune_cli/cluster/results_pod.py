@@ -1,0 +1,147 @@
+"""A pod that holds the claim of a job's results for reading, and what is read of it by programs that run in it.
+
+It has the image, user and placement of the job's own pods, mounts the claim for reading alone, and is deleted in any case. If
+this machine dies meanwhile, the pod ends by itself and goes with its job.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from finetune_cli.cluster.client import RequestError
+from finetune_cli.cluster.errors import ClusterError, told
+from finetune_cli.cluster.objects import Cluster, collection
+from finetune_cli.cluster.reader_pod import WorkspaceAccess, delete_pod, reader_pod
+from finetune_cli.jobs import documents
+from finetune_cli.jobs.plain import plain
+from finetune_cli.jobs.seen import SeenJob, seen_pod
+from finetune_job.names import CLAIMS_MOUNT
+
+START_SECONDS = 300.0
+"""Until the pod runs, pulls of the image included."""
+MOST_LISTED_BYTES = 16 << 20
+"""Of the answer that lists the files."""
+_POLL_SECONDS = 0.5
+_SHOWN = 200
+PART_BYTES = 8 << 20
+"""That one program sends: the client keeps in memory what comes faster than it is written."""
+CONTAINER = "reader"
+
+LIST = """
+import json, os, sys
+root = sys.argv[1]
+path = os.path.join(root, "SHA256SUMS")
+sums = open(path).read(8 << 20) if os.path.isfile(path) and not os.path.islink(path) else None
+sizes = {}
+for line in (sums or "").splitlines():
+    name = line[66:]
+    if os.path.isfile(os.path.join(root, name)):
+        sizes[name] = os.path.getsize(os.path.join(root, name))
+print(json.dumps({"sums": sums, "sizes": sizes}))
+"""
+"""Prints the list of the results and the sizes of what it names, as one line of JSON."""
+SEND = """
+import os, sys
+root, name, offset, most = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+# A name on the claim must not lead out of it, nor to a pipe that never ends.
+path = os.path.realpath(os.path.join(root, name))
+if not path.startswith(os.path.realpath(root) + os.sep) or not os.path.isfile(path):
+    sys.exit("is not a file of the results")
+with open(path, "rb") as file:
+    file.seek(offset)
+    sys.stdout.buffer.write(file.read(most))
+"""
+"""Prints a part of a file."""
+
+
+class ResultsPod:
+    """One that runs."""
+
+    def __init__(self, cluster: Cluster, namespace: str, name: str, root: str) -> None:
+        self._cluster, self._namespace, self._name, self._root = cluster, namespace, name, root
+
+    def listing(self) -> dict[str, Any]:
+        """`sums`: the text of SHA256SUMS, None if there is none; `sizes`: of the files that it names. Raises ClusterError."""
+        answer = b""
+        for chunk in self._run(LIST):
+            answer += chunk
+            if len(answer) > MOST_LISTED_BYTES:
+                break
+        try:
+            found = json.loads(answer)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            said = plain(answer[:_SHOWN].decode(errors="replace"), _SHOWN)
+            raise ClusterError(f"the pod {self._name} did not list the results ({said})")
+        return found
+
+    def content(self, name: str, offset: int) -> Iterator[bytes]:
+        """The bytes of a file from `offset` on. Raises ClusterError, also if the connection breaks off."""
+        received = PART_BYTES
+        while received == PART_BYTES:
+            received = 0
+            for chunk in self._run(SEND, name, str(offset), str(PART_BYTES)):
+                received += len(chunk)
+                yield chunk
+            offset += received
+
+    def _run(self, program: str, *arguments: str) -> Iterator[bytes]:
+        path = f"{collection('v1', 'pods', self._namespace)}/{self._name}/exec"
+        command = ["python", "-c", program, self._root, *arguments]
+        try:
+            yield from self._cluster.client.output_of(self._namespace, self._name, CONTAINER, command)
+        except RequestError as error:
+            raise told(error, "GET", path, self._cluster.client.server) from error
+
+
+def results_pod(job: SeenJob, access: WorkspaceAccess, suffix: str, seconds: int) -> dict[str, Any]:
+    """The pod as a document: it does nothing for so long, unless programs are run in it."""
+    document = reader_pod(job, access, suffix, [], 0)
+    document["spec"]["activeDeadlineSeconds"] = seconds
+    document["spec"]["containers"][0]["command"] = ["python", "-c", f"import time; time.sleep({seconds})"]
+    return document
+
+
+@contextmanager
+def running_pod(
+    cluster: Cluster, job: SeenJob, access: WorkspaceAccess, seconds: int, pause: Callable[[float], None] = time.sleep
+) -> Iterator[ResultsPod]:
+    """Make it, wait until it runs, and delete it in the end. `seconds`: for all of it. Raises ClusterError."""
+    document = results_pod(job, access, secrets.token_hex(4), seconds)
+    name, pods = document["metadata"]["name"], collection("v1", "pods", job.namespace)
+    try:
+        cluster.send("POST", pods, document)
+    except ClusterError as error:
+        if error.status is None:
+            # It may have been carried out.
+            with suppress(ClusterError):
+                delete_pod(cluster, f"{pods}/{name}")
+        raise
+    try:
+        _wait_until_running(cluster, name, job.namespace, pause)
+        yield ResultsPod(cluster, job.namespace, name, f"{CLAIMS_MOUNT}/{access.claim}/{access.path}".rstrip("/"))
+    finally:
+        delete_pod(cluster, f"{pods}/{name}")
+
+
+def _wait_until_running(cluster: Cluster, name: str, namespace: str, pause: Callable[[float], None]) -> None:
+    waited = 0.0
+    while True:
+        document = cluster.get("v1", "pods", name, namespace)
+        if document is None:
+            raise ClusterError(f"the pod {name}, which reads the results, was deleted by somebody else")
+        pod = seen_pod(document)
+        if pod.phase == "Running":
+            return
+        if pod.phase in ("Failed", "Succeeded") or waited > START_SECONDS:
+            said = [f"{one.reason}: {one.message}" for one in pod.containers if one.reason]
+            why = said[0] if said else documents.text(document, "status", "message") or pod.phase
+            raise ClusterError(f"the pod {name}, which reads the results, does not run ({plain(why, 300)})")
+        pause(_POLL_SECONDS)
+        waited += _POLL_SECONDS

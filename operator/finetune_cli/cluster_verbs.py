@@ -1,0 +1,294 @@
+"""The verbs for jobs of a cluster. A NAME is a job of the cluster; with --local, or --claims, it is a run of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from finetune_cli.answers import Output, errors_told, print_answer
+from finetune_cli.exit_codes import ExitCode
+from finetune_job.names import Role
+
+if TYPE_CHECKING:
+    from finetune_cli.cluster.objects import Cluster
+
+DEFAULT_CLAIMS = Path("runs/claims")
+cluster_app = typer.Typer()
+
+Namespace = Annotated[str | None, typer.Option("-n", "--namespace", help="Namespace. Unset: that of the kubeconfig's context.")]
+Context = Annotated[str | None, typer.Option(help="Context of the kubeconfig. Unset: the current one.")]
+Everywhere = Annotated[bool, typer.Option("-A", "--all-namespaces", help="Jobs of all namespaces.")]
+Form = Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")]
+Local = Annotated[bool, typer.Option("--local", help="Look at runs on this machine instead of a cluster.")]
+Claims = Annotated[
+    Path | None, typer.Option(help="Directory that holds a directory for each claim; implies --local. Unset: runs/claims.")
+]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.")]
+
+
+def _cluster(context: str | None, namespace: str | None) -> Cluster:
+    from finetune_cli.cluster.objects import Cluster
+
+    return Cluster(context, namespace)
+
+
+def _say(message: str) -> None:
+    typer.echo(message, err=True)
+
+
+@cluster_app.command("list")
+def list_jobs(
+    *,
+    namespace: Namespace = None,
+    everywhere: Everywhere = False,
+    selector: Annotated[str, typer.Option("-l", "--selector", help="Labels, as in kubectl: team=vision,tier!=test.")] = "",
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="Then print each job that changes, until Ctrl-C.")] = False,
+    context: Context = None,
+    output: Form = Output.TEXT,
+    local: Local = False,
+    claims: Claims = None,
+) -> None:
+    """List the jobs of a namespace: state, stage, step, time left, loss, attempts of training, age.
+
+    Exit code: 0, 2 no usable kubeconfig, 3 the cluster did not give the answer, 130 interrupted.
+    """
+    if local or claims is not None:
+        local_runs(claims, output)
+        return
+    from finetune_cli.commands.follow import repeatedly
+    from finetune_cli.commands.inspect_jobs import list_changes
+
+    with errors_told():
+        cluster = _cluster(context, namespace)
+        place = "all namespaces" if everywhere else f"the namespace {cluster.namespace}"
+        before: dict[str, str] | None = None
+        for jobs in repeatedly(lambda: cluster.jobs(everywhere=everywhere, selector=selector), _say, lambda _: not watch):
+            answer = list_changes(jobs, before, place, everywhere=everywhere)
+            if answer is not None:
+                print_answer(output, answer.text, answer.document)
+            before = {job.uid: job.resource_version for job in jobs}
+
+
+@cluster_app.command()
+def status(
+    *,
+    name: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Name of the job. Unset: the runs on this machine.")] = None,
+    namespace: Namespace = None,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="Print again what changes, until the job has ended.")] = False,
+    curve: Annotated[
+        bool, typer.Option("--curve", help="Draw the loss of all steps, read from the workspace by a pod that lives for seconds.")
+    ] = False,
+    context: Context = None,
+    output: Form = Output.TEXT,
+    local: Local = False,
+    claims: Claims = None,
+) -> None:
+    """Show where a job is: stages, attempts, progress, loss, time left, last checkpoint, what it waits for, what to do next.
+
+    A JOB is one of the cluster. Without one, or with --local or --claims: what was run on this machine, and how far it is.
+    Exit code: 0, 2 no such job or no usable kubeconfig, 3 the cluster did not give the answer, 130 interrupted.
+    """
+    if local or claims is not None or name is None:
+        local_runs(claims, output, name, namespace)
+        return
+    from finetune_cli.commands.follow import repeatedly
+    from finetune_cli.commands.inspect_jobs import status_answer
+    from finetune_cli.commands.workspace import read_run
+
+    with errors_told():
+        cluster = _cluster(context, namespace)
+        losses = list(read_run(cluster, cluster.job(name)).losses) if curve else []
+        before: str | None = None
+        for job in repeatedly(lambda: cluster.job(name), _say, lambda job: not watch or (job is not None and job.has_ended)):
+            if job.resource_version != before:
+                before = job.resource_version
+                answer = status_answer(job, losses, is_watched=watch)
+                print_answer(output, answer.text, answer.document)
+
+
+def local_runs(claims: Path | None, output: Output, name: str | None = None, namespace: str | None = None) -> None:
+    """The runs on this machine, or one of them."""
+    from finetune_cli.exit_codes import LocalError
+    from finetune_cli.local.known_runs import known_runs
+    from finetune_cli.render.known_runs import runs_document, runs_text
+
+    place = claims or DEFAULT_CLAIMS
+    with errors_told():
+        runs = known_runs(place)
+        if name is not None:
+            runs = [run for run in runs if run.plan.job.name == name and namespace in (None, run.plan.job.namespace)]
+            if not runs:
+                raise LocalError(f"{name}: no such run below {place}; `finetune list --local` lists those that there are")
+        print_answer(output, lambda: runs_text(runs, place), lambda: runs_document(runs))
+
+
+@cluster_app.command()
+def logs(
+    *,
+    name: JobName,
+    namespace: Namespace = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print what comes, until the pods have ended.")] = False,
+    stage: Annotated[Role | None, typer.Option(help="Stage. Unset: the current one, or the latest that has pods.")] = None,
+    attempt: Annotated[int | None, typer.Option(min=0, help="Attempt of the stage. Unset: the latest.")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Rank of the training, from 0. Unset: all.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only of what has failed.")] = False,
+    since: Annotated[str | None, typer.Option(help="Only lines of the last 90s, 10m or 1h30m.")] = None,
+    tail: Annotated[int | None, typer.Option(min=1, help="Only so many lines of each pod or rank, from the end.")] = None,
+    context: Context = None,
+) -> None:
+    """Print the logs of a job's pods; those of training that are gone, from the workspace.
+
+    The workspace is read by a pod that lives for seconds, with the image and the user of the job's own pods. It keeps the newest
+    8 to 16 MiB of each rank. Exit code: 0, 2 no such job or wrong arguments, 3 there is no such log, 130 interrupted.
+    """
+    from finetune_cli.commands.logs import LogOptions, log_lines
+    from finetune_cli.jobs.durations import parse_duration
+    from finetune_cli.jobs.pod_logs import LogRequest
+
+    with errors_told():
+        seconds = None if since is None else int(parse_duration(since, "--since"))
+        request = LogRequest(stage, attempt, rank, failed)
+        for line in log_lines(_cluster(context, namespace), name, request, LogOptions(follow, seconds, tail)):
+            typer.echo(line)
+
+
+@cluster_app.command()
+def wait(
+    *,
+    name: JobName,
+    namespace: Namespace = None,
+    condition: Annotated[
+        str, typer.Option("--for", help="Condition to wait for, such as Trained; condition=Trained is the same.")
+    ] = "Finished",
+    timeout: Annotated[str, typer.Option(help="How long to wait: 90s, 10m, 1h30m or 2d.")] = "1d",
+    context: Context = None,
+    output: Form = Output.TEXT,
+) -> None:
+    """Wait until a job has a condition; until it has succeeded, if none is named.
+
+    Exit code: 0 it has, 1 the job failed, was deleted, or waits until a human acts, 2 wrong arguments or no such job, 3 the time
+    ran out or the cluster did not answer, 130 interrupted.
+    """
+    from finetune_cli.commands.follow import wait_for, wanted_condition
+    from finetune_cli.commands.inspect_jobs import utc_now
+    from finetune_cli.jobs.diagnosis import diagnose
+    from finetune_cli.jobs.durations import parse_duration
+    from finetune_cli.render.job_status import status_document, waited_text
+
+    with errors_told():
+        wanted, seconds = wanted_condition(condition), parse_duration(timeout, "--timeout")
+        code, job = wait_for(_cluster(context, namespace), name, wanted, seconds, _say)
+        now = utc_now()
+        print_answer(
+            output,
+            lambda: waited_text(name, job, wanted, code, seconds),
+            lambda: {"exitCode": int(code), "job": None if job is None else status_document(job, diagnose(job, now), now)},
+        )
+    raise typer.Exit(code)
+
+
+@cluster_app.command()
+def checkpoints(*, name: JobName, namespace: Namespace = None, context: Context = None, output: Form = Output.TEXT) -> None:
+    """List the checkpoints on a job's workspace with their losses, read by a pod that lives for seconds.
+
+    Exit code: 0, 2 no such job or no usable kubeconfig, 3 the workspace could not be read, 130 interrupted.
+    """
+    from finetune_cli.commands.workspace import checkpoints_document, checkpoints_text, read_run
+
+    with errors_told():
+        cluster = _cluster(context, namespace)
+        job = cluster.job(name)
+        run = read_run(cluster, job)
+    print_answer(output, lambda: checkpoints_text(run), lambda: checkpoints_document(job, run))
+
+
+@cluster_app.command()
+def top(
+    *, namespace: Namespace = None, everywhere: Everywhere = False, context: Context = None, output: Form = Output.TEXT
+) -> None:
+    """Show what trains now: devices, tokens per second, MFU, and the share of the time that went into steps that count.
+
+    Exit code: 0, 2 no usable kubeconfig, 3 the cluster did not give the answer.
+    """
+    from finetune_cli.commands.inspect_jobs import utc_now
+    from finetune_cli.render.jobs import top_document, top_text
+
+    with errors_told():
+        jobs, now = _cluster(context, namespace).jobs(everywhere=everywhere), utc_now()
+    print_answer(output, lambda: top_text(jobs, now), lambda: top_document(jobs, now))
+
+
+@cluster_app.command()
+def cost(
+    *,
+    by: Annotated[str, typer.Option(help="team, namespace, profile, method, or label:KEY of the jobs.")] = "team",
+    namespace: Namespace = None,
+    everywhere: Everywhere = False,
+    context: Context = None,
+    output: Form = Output.TEXT,
+) -> None:
+    """Show GPU hours and their price, from the operator's accounts or, without the right to read them, from the jobs there are.
+
+    Exit code: 0, 2 wrong arguments or no usable kubeconfig, 3 the cluster did not give the answer.
+    """
+    from finetune_cli.commands.cost import bill, bill_document, bill_text
+    from finetune_cli.commands.inspect_jobs import utc_now
+
+    with errors_told():
+        found = bill(_cluster(context, namespace), by, utc_now(), everywhere=everywhere)
+    print_answer(output, lambda: bill_text(found), lambda: bill_document(found))
+
+
+@cluster_app.command()
+def compare(
+    *,
+    first: Annotated[str, typer.Argument(metavar="JOB", help="Name of a job.")],
+    second: Annotated[str, typer.Argument(metavar="JOB", help="Name of another one.")],
+    namespace: Namespace = None,
+    context: Context = None,
+    output: Form = Output.TEXT,
+) -> None:
+    """Show which settings of two jobs differ, and what came of both.
+
+    Exit code: 0, 2 no such job or no usable kubeconfig, 3 the cluster did not give the answer.
+    """
+    from finetune_cli.commands.diagnose_job import compare as compare_jobs
+
+    with errors_told():
+        answer = compare_jobs(_cluster(context, namespace), first, second)
+    print_answer(output, answer.text, answer.document)
+
+
+@cluster_app.command()
+def bundle(
+    *,
+    name: JobName,
+    namespace: Namespace = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write. Unset: JOB.tar.gz.")] = None,
+    context: Context = None,
+) -> None:
+    """Write what is known of a job into an archive to hand on: job, diagnosis, events, pods, logs, profile.
+
+    Values of variables, Secrets and what looks like a token are left out. Exit code: 0 (missing.txt in the archive names what
+    could not be read), 2 no such job, or the file exists, 3 the cluster did not give the answer.
+    """
+    from finetune_cli.commands.bundle import write_bundle
+    from finetune_cli.commands.inspect_jobs import utc_now
+
+    target = output or Path(f"{Path(name).name}.tar.gz")
+    with errors_told():
+        for missing in write_bundle(_cluster(context, namespace), name, target, utc_now()):
+            _say(f"missing: {missing}")
+    typer.echo(f"{target}")
+
+
+def explain_job(name: str, context: str | None, namespace: str | None, output: Output) -> ExitCode:
+    """What is the matter with a job, printed."""
+    from finetune_cli.commands.diagnose_job import examine
+
+    with errors_told():
+        answer = examine(_cluster(context, namespace), name)
+    print_answer(output, answer.text, answer.document)
+    return ExitCode.DONE

@@ -1,0 +1,223 @@
+"""`submit`, `suspend`, `resume`, `cancel`, `retry` and `fork`: what changes the jobs of a cluster, one field of one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from pydantic import ValidationError
+
+from finetune_cli.checks.validate import DocumentVerdict, Report, validate_files
+from finetune_cli.cluster.client import MERGE_PATCH
+from finetune_cli.cluster.errors import ClusterError
+from finetune_cli.cluster.objects import Cluster, Unseen, collection, unless_refused
+from finetune_cli.documents import document_text, objects_of, read_documents
+from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.jobs.next_manifest import copy_of, fork_of, next_name
+from finetune_cli.jobs.seen import SeenJob, seen_job
+from finetune_job.api.job import parse_job
+from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.finding import FieldChange
+from finetune_job.names import API_VERSION, DEFAULT_PROFILE, JOB_KIND, JOB_PLURAL, PROFILE_KIND, PROFILE_PLURAL
+
+STRICT = {"fieldValidation": "Strict"}
+"""A server of another release refuses fields that it does not know, instead of leaving them out without a word."""
+MOST_CONFLICTS = 5
+"""Times that somebody else may change a job between our look and our change."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of a job."""
+
+    job: SeenJob
+    said: str
+    """In words, without the job's name."""
+    changed: bool = True
+
+    def text(self) -> str:
+        """For a person."""
+        return f"{self.job.title}: {self.said}\n"
+
+    def document(self) -> dict[str, Any]:
+        """For a program."""
+        run = self.job.spec.get("run")
+        return {
+            "namespace": self.job.namespace,
+            "name": self.job.name,
+            "uid": self.job.uid,
+            "changed": self.changed,
+            "run": dict(run) if isinstance(run, dict) else {},
+            "message": self.said,
+        }
+
+
+def submit(cluster: Cluster, text: str, file: str, namespace: str | None) -> tuple[Report, list[Change]]:
+    """Create the jobs of a manifest, unless the rules refuse one of them; judged with the cluster's profile if that may be read.
+
+    `namespace`: as the user gave it. Raises LocalError, ClusterError.
+    """
+    report = validate_files([(file, text)], _profile_text(cluster, text, file))
+    if report.exit_code is not ExitCode.DONE:
+        return report, []
+    found = [each.content for document in read_documents(text, file) for each in objects_of(document)]
+    jobs = [content for content in found if isinstance(content, dict) and content.get("kind") == JOB_KIND]
+    if not jobs:
+        raise LocalError(f"{file}: holds no FineTuneJob; other objects are created with kubectl apply")
+    places = [_place(job, cluster, namespace) for job in jobs]
+    return report, [_create(cluster, job, place) for job, place in zip(jobs, places, strict=True)]
+
+
+def _place(document: dict[str, Any], cluster: Cluster, namespace: str | None) -> str:
+    metadata = document.get("metadata")
+    written = metadata.get("namespace") if isinstance(metadata, dict) else None
+    if written and namespace and written != namespace:
+        raise LocalError(f"metadata.namespace: {written} is not {namespace} of -n; leave one of the two out")
+    return str(written or cluster.namespace)
+
+
+def _profile_text(cluster: Cluster, text: str, file: str) -> str | None:
+    """The profile of the jobs as a manifest; None if there are several, or if it may not be read: the operator judges again."""
+    verdicts: Sequence[DocumentVerdict] = validate_files([(file, text)], None).verdicts
+    names = {verdict.job.spec.profile or DEFAULT_PROFILE for verdict in verdicts if verdict.job is not None}
+    if len(names) != 1 or any(verdict.kind == PROFILE_KIND for verdict in verdicts):
+        return None
+    name = names.pop()
+    found = unless_refused(lambda: cluster.get(API_VERSION, PROFILE_PLURAL, name, ""))
+    if found is None or isinstance(found, Unseen):
+        return None
+    try:
+        FineTuneProfileSpec.model_validate(found.get("spec"))
+    except ValidationError:  # of another release
+        return None
+    manifest = {"apiVersion": API_VERSION, "kind": PROFILE_KIND, "metadata": {"name": name}, "spec": found["spec"]}
+    return json.dumps(manifest)
+
+
+def _create(cluster: Cluster, document: dict[str, Any], namespace: str) -> Change:
+    path = collection(API_VERSION, JOB_PLURAL, namespace)
+    name = str(document["metadata"]["name"])
+    try:
+        made = cluster.send("POST", path, document, query=STRICT)
+    except ClusterError as error:
+        if error.status != 409:
+            raise
+        raise _conflict(cluster.within(namespace), name, document) from error
+    return Change(seen_job(made), "created")
+
+
+def _conflict(cluster: Cluster, name: str, document: dict[str, Any]) -> ClusterError:
+    title = f"{cluster.namespace}/{name}"
+    found = unless_refused(lambda: cluster.job(name))
+    if isinstance(found, Unseen):
+        return ClusterError(f"{title}: exists already; give the manifest another name", status=409)
+    same = _same_spec(found.document, document)
+    fix = (
+        f"`finetune status {name}` shows it" if same else "give the manifest another name: a job that has started stays as it is"
+    )
+    return ClusterError(
+        f"{title}: exists already ({found.phase}), with {'the same' if same else 'another'} spec; {fix}", status=409
+    )
+
+
+def _same_spec(one: Any, other: Any) -> bool:
+    try:
+        return parse_job({**one, "status": None}).spec == parse_job(other).spec
+    except ValidationError:
+        return False
+
+
+def set_suspended(cluster: Cluster, name: str, *, suspended: bool) -> Change:
+    """Take the pods away and keep the checkpoint, or go on. Raises ClusterError."""
+    job = _living(cluster.job(name), "suspended" if suspended else "resumed")
+    if _run(job).get("suspend", False) is suspended:
+        return Change(job, "is suspended already" if suspended else "is not suspended", changed=False)
+    told = (
+        f"suspended: its pods end, its checkpoint stays; `finetune resume {name}` continues from there"
+        if suspended
+        else "resumed: it continues from its latest checkpoint"
+    )
+    return Change(_patched(cluster, name, {"suspend": suspended}), told)
+
+
+def cancel(cluster: Cluster, name: str) -> Change:
+    """End a job for good. Raises ClusterError."""
+    job = cluster.job(name)
+    if _run(job).get("cancel") is True:
+        return Change(job, "is cancelled already", changed=False)
+    _living(job, "cancelled")
+    told = f"cancelled: its pods end, what is on its claims stays; `finetune fork {name}` makes a manifest from it"
+    return Change(_patched(cluster, name, {"cancel": True}), told)
+
+
+def retry(cluster: Cluster, name: str, new_name: str | None) -> Change:
+    """Try again what waits for a human; of a job that has ended, the same spec as a new job. Raises ClusterError."""
+    for _ in range(MOST_CONFLICTS):
+        job = cluster.job(name)
+        if job.has_ended:
+            return _again(cluster, job, new_name)
+        if new_name is not None:
+            raise ClusterError(f"{job.title}: has not ended, so it is tried again under its own name; leave --name out")
+        if job.phase != "Stalled":
+            raise ClusterError(f"{job.title}: is {job.phase}, so there is nothing to try again", ExitCode.REFUSED)
+        before = _run(job).get("retry")
+        number = before + 1 if isinstance(before, int) else 1
+        try:
+            made = _patched(cluster, name, {"retry": number}, job.resource_version)
+        except ClusterError as error:
+            if error.status != 409:
+                raise
+            continue
+        return Change(made, f"is tried again (spec.run.retry: {number})")
+    raise ClusterError(f"{cluster.namespace}/{name}: others change it all the time; try again")
+
+
+def _again(cluster: Cluster, job: SeenJob, new_name: str | None) -> Change:
+    if job.phase == "Succeeded":
+        raise ClusterError(
+            f"{job.title}: has succeeded; `finetune fork {job.name}` makes a manifest with changes from it", ExitCode.REFUSED
+        )
+    name = new_name or next_name(job.name, _names(cluster))
+    made = _create(cluster, copy_of(job.document, name), job.namespace)
+    return Change(made.job, f"created with the spec of {job.name}; it begins with the base model")
+
+
+def fork(cluster: Cluster, name: str, new_name: str | None, changes: Sequence[FieldChange]) -> tuple[str, Report]:
+    """A manifest made from a job, and what the rules say of it. Raises ClusterError, LocalError."""
+    job = cluster.job(name)
+    document = fork_of(job.document, new_name or next_name(name, _names(cluster)), changes)
+    head = (
+        f"# From the FineTuneJob {job.title}. It begins with the base model: a job cannot start from the checkpoint of\n"
+        "# another one.\n"
+    )
+    text = head + document_text(document)
+    return text, validate_files([(f"fork of {name}", text)], _profile_text(cluster, text, name))
+
+
+def _names(cluster: Cluster) -> list[str]:
+    """Of the jobs of the namespace; empty if they may not be listed: the API server refuses a name that is taken."""
+    found = unless_refused(lambda: [job.name for job in cluster.jobs()])
+    return [] if isinstance(found, Unseen) else found
+
+
+def _living(job: SeenJob, what: str) -> SeenJob:
+    if job.has_ended:
+        raise ClusterError(f"{job.title}: has ended ({job.phase}) and cannot be {what}", ExitCode.REFUSED)
+    return job
+
+
+def _run(job: SeenJob) -> dict[str, Any]:
+    run = job.spec.get("run")
+    return run if isinstance(run, dict) else {}
+
+
+def _patched(cluster: Cluster, name: str, run: dict[str, Any], version: str = "") -> SeenJob:
+    """`version`: resource version that the job must still have."""
+    path = f"{collection(API_VERSION, JOB_PLURAL, cluster.namespace)}/{quote(name, safe='')}"
+    patch: dict[str, Any] = {"spec": {"run": run}}
+    if version:
+        patch["metadata"] = {"resourceVersion": version}
+    return seen_job(cluster.send("PATCH", path, patch, MERGE_PATCH))

@@ -1,0 +1,86 @@
+"""`explain job/NAME` and `compare`: what is the matter with a job, a patch that the rules accept, and two jobs side by side."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import yaml
+
+from finetune_cli.cluster.objects import Cluster, Unseen, unless_refused
+from finetune_cli.commands.inspect_jobs import CommandAnswer, utc_now
+from finetune_cli.exit_codes import ExitCode
+from finetune_cli.jobs.comparison import Difference, differences, outcomes
+from finetune_cli.jobs.diagnosis import diagnose
+from finetune_cli.jobs.patches import Patch, merge_patch
+from finetune_cli.jobs.plain import plain
+from finetune_cli.jobs.seen import SeenJob
+from finetune_cli.render.columns import table
+from finetune_cli.render.diagnosis import diagnosis_document, diagnosis_text
+from finetune_job.names import API_VERSION, JOB_KIND, PROFILE_KIND, PROFILE_PLURAL
+from finetune_job.reasons import Reason
+
+
+def examine(cluster: Cluster, name: str) -> CommandAnswer:
+    """The diagnosis of a job with what can be seen of its pods and events. Raises ClusterError."""
+    job = cluster.job(name)
+    pods = unless_refused(lambda: cluster.pods_of(job))
+    seen_pods = [] if isinstance(pods, Unseen) else pods
+    events = unless_refused(lambda: cluster.events_of(job, seen_pods))
+    seen_events = [] if isinstance(events, Unseen) else events
+    unseen = [f"its pods: {pods.reason}"] if isinstance(pods, Unseen) else []
+    unseen += [f"its events: {events.reason}"] if isinstance(events, Unseen) else []
+    fixes, why_not = _fixes(cluster, job)
+    unseen += [why_not] if why_not else []
+    found = diagnose(job, utc_now(), seen_pods, seen_events, fixes)
+    return CommandAnswer(lambda: diagnosis_text(job, found, unseen), lambda: diagnosis_document(job, found, unseen))
+
+
+def _fixes(cluster: Cluster, job: SeenJob) -> tuple[Patch | None, str]:
+    """What the rules would change in a refused manifest, as a patch; and what could not be seen for it."""
+    if not any(each.reason in (Reason.REFUSED, Reason.INVALID_SPEC) for each in job.status.conditions):
+        return None, ""
+    profile = unless_refused(lambda: cluster.get(API_VERSION, PROFILE_PLURAL, job.profile, ""))
+    judged_with = None
+    if isinstance(profile, dict):
+        judged_with = json.dumps(
+            {"apiVersion": API_VERSION, "kind": PROFILE_KIND, "metadata": {"name": job.profile}, "spec": profile.get("spec")}
+        )
+    return rule_patch(job, judged_with), f"its profile: {profile.reason}" if isinstance(profile, Unseen) else ""
+
+
+def rule_patch(job: SeenJob, profile: str | None) -> Patch | None:
+    """What `finetune validate --fix` would change, if the manifest is accepted afterwards; None if not."""
+    from finetune_cli.checks.fix import fix
+    from finetune_cli.checks.validate import validate_files
+
+    manifest = {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": {"name": job.name}, "spec": dict(job.spec)}
+    (fixed,) = fix([("job", json.dumps(manifest))], profile)
+    if validate_files([("job", fixed.text)], profile).exit_code is not ExitCode.DONE:
+        return None
+    return merge_patch(manifest, yaml.safe_load(fixed.text)) or None
+
+
+def compare(cluster: Cluster, first: str, second: str) -> CommandAnswer:
+    """Two jobs of the namespace. Raises ClusterError."""
+    one, other = cluster.job(first), cluster.job(second)
+    changed, came_to = differences(one, other), outcomes(one, other, utc_now())
+    return CommandAnswer(
+        lambda: comparison_text(one, other, changed, came_to), lambda: _comparison_document(one, other, changed, came_to)
+    )
+
+
+def comparison_text(one: SeenJob, other: SeenJob, changed: list[Difference], came_to: list[Difference]) -> str:
+    """Settings that differ, then what came of both."""
+    names = (plain(one.name, 60), plain(other.name, 60))
+    rows = [(plain(each.name, 60), plain(each.first, 60), plain(each.second, 60)) for each in changed]
+    settings = table(("SETTING", *names), rows) if rows else "both jobs have the same settings\n"
+    results = [(each.name, plain(each.first, 60), plain(each.second, 60)) for each in came_to]
+    return settings + "\n" + table(("OUTCOME", *names), results)
+
+
+def _comparison_document(one: SeenJob, other: SeenJob, changed: list[Difference], came_to: list[Difference]) -> dict[str, Any]:
+    def entries(found: list[Difference]) -> list[dict[str, str]]:
+        return [{"name": each.name, "first": each.first, "second": each.second} for each in found]
+
+    return {"jobs": [one.title, other.title], "settings": entries(changed), "outcomes": entries(came_to)}

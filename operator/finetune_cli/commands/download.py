@@ -1,0 +1,162 @@
+"""`finetune download`: the results of a job from its claim to this machine, each file proven by the list that came with them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+from finetune_cli.cluster.errors import ClusterError
+from finetune_cli.cluster.objects import Cluster
+from finetune_cli.cluster.reader_pod import workspace_of
+from finetune_cli.cluster.results_pod import running_pod
+from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.jobs.plain import plain
+
+LIST_NAME = "SHA256SUMS"
+MOST_BREAKS = 5
+"""Connections in a row that bring nothing new of a file."""
+_LINE = re.compile(r"(?P<sha256>[0-9a-f]{64})  (?P<name>.+)")
+_READ_BYTES = 1 << 20
+
+
+class ResultSource(Protocol):
+    """Where the files are read."""
+
+    def listing(self) -> Mapping[str, Any]: ...
+
+    def content(self, name: str, offset: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Downloaded:
+    """What came."""
+
+    directory: Path
+    files: int
+    bytes: int
+    """That were sent; files that were there already were not."""
+
+    def text(self) -> str:
+        """For a person."""
+        return f"{self.directory}: {self.files} files, as {LIST_NAME} names them; {self.bytes / 1e6:.1f} MB were sent\n"
+
+    def document(self) -> dict[str, Any]:
+        """For a program."""
+        return {"directory": str(self.directory), "files": self.files, "bytesSent": self.bytes}
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who waits for the files."""
+
+    told: Callable[[str], None]
+    """Hears which file comes."""
+    stopped: Callable[[], bool]
+    """Whether the user has ended it."""
+
+
+def download(cluster: Cluster, name: str, directory: Path, seconds: int, listener: Listener) -> Downloaded:
+    """Bring the results of a job that are on a claim, within so many seconds. Call it again to continue.
+
+    Raises ClusterError, LocalError.
+    """
+    job = cluster.job(name)
+    access = workspace_of(cluster, job)
+    if access.published_at:
+        raise LocalError(f"{job.title}: its results are published at {access.published_at}; read them from there")
+    with running_pod(cluster, job, access.of_results(), seconds) as pod:
+        return bring(pod, directory, listener)
+
+
+def bring(source: ResultSource, directory: Path, listener: Listener) -> Downloaded:
+    """All files of the list, the list last. Raises ClusterError, LocalError."""
+    listing = source.listing()
+    text = listing.get("sums")
+    if not isinstance(text, str):
+        raise ClusterError(
+            f"there is no {LIST_NAME}, so the results are not complete; wait for the job: it is written last", ExitCode.REFUSED
+        )
+    digests = parse_list(text)
+    sizes = {name: size for name, size in _mapping(listing.get("sizes")).items() if isinstance(size, int)}
+    missing = sorted(set(digests) - set(sizes))
+    if missing:
+        raise ClusterError(f"{plain(missing[0], 200)}: is named by {LIST_NAME} and is not there")
+    _check_room(directory, sum(sizes[name] for name in digests))
+    sent = 0
+    try:
+        for name, sha256 in digests.items():
+            listener.told(f"{name} ({sizes[name] / 1e6:.1f} MB)")
+            sent += _bring_file(source, name, sha256, directory, listener)
+        (directory / LIST_NAME).write_text(text)
+    except OSError as error:
+        raise LocalError(f"{error.filename or directory}: cannot be written ({error.strerror})", ExitCode.FAILED) from error
+    return Downloaded(directory, len(digests), sent)
+
+
+def parse_list(text: str) -> dict[str, str]:
+    """Name -> SHA-256. Raises ClusterError for a line of another form, and for a name that leads out of the directory."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        match = _LINE.fullmatch(line)
+        name = match["name"] if match is not None else ""
+        parts = PurePosixPath(name).parts
+        if match is None or name.startswith("/") or not parts or ".." in parts or not name.isprintable() or name == LIST_NAME:
+            raise ClusterError(f"{LIST_NAME}: {plain(line, 120)!r} names no file of the results; something else has written it")
+        found[name] = match["sha256"]
+    return found
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _check_room(directory: Path, needed: int) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(directory).free
+    if needed > free:
+        raise LocalError(f"{directory}: {needed} bytes are needed and {free} are free; name a directory with room")
+
+
+def _bring_file(source: ResultSource, name: str, sha256: str, directory: Path, listener: Listener) -> int:
+    """The bytes that were sent for a file. Raises ClusterError, LocalError, OSError."""
+    target = directory / name
+    partial = target.with_name(f"{target.name}.part")
+    if target.is_file() and _digest(target).hexdigest() == sha256:
+        return 0
+    target.parent.mkdir(parents=True, exist_ok=True)
+    sent = breaks = 0
+    while True:
+        digest = _digest(partial) if partial.is_file() else hashlib.sha256()
+        before = sent
+        try:
+            with partial.open("ab") as file:
+                for chunk in source.content(name, file.tell()):
+                    if listener.stopped():
+                        raise LocalError("interrupted; the same command continues", ExitCode.INTERRUPTED)
+                    file.write(chunk)
+                    digest.update(chunk)
+                    sent += len(chunk)
+        except ClusterError as error:
+            breaks = 0 if sent > before else breaks + 1
+            # An answer that stays as it is, such as a missing right, is no break of the connection.
+            if error.status is not None or breaks >= MOST_BREAKS:
+                raise
+            continue
+        if digest.hexdigest() != sha256:
+            partial.unlink()
+            raise ClusterError(f"{name}: the bytes that came are not those of {LIST_NAME}; call again to read the file anew")
+        partial.replace(target)
+        return sent
+
+
+def _digest(path: Path) -> Any:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            digest.update(chunk)
+    return digest

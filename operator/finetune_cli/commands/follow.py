@@ -1,0 +1,109 @@
+"""Looks at jobs again and again: what changes in a list or in one job, and how long to wait for what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from finetune_cli.cluster.errors import ClusterError
+from finetune_cli.cluster.objects import Cluster
+from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.jobs.seen import SeenJob
+from finetune_job.conditions import find_condition, is_condition_true
+from finetune_job.reasons import ConditionType
+
+POLL_SECONDS = 2.0
+LONGEST_PAUSE_SECONDS = 30.0
+MOST_FAILURES = 8
+"""Answers in a row that the cluster may owe before a command gives up."""
+_T = TypeVar("_T")
+
+
+def repeatedly(
+    read: Callable[[], _T],
+    told: Callable[[str], None],
+    until: Callable[[_T | None], bool],
+    pause: Callable[[float], None] = time.sleep,
+) -> Iterator[_T]:
+    """What `read` gives, every two seconds until `until` says so of the latest (None: of nothing yet).
+
+    A cluster that does not answer is tried again, and `told` of once.
+
+    Raises ClusterError for an answer that stays as it is, such as a missing right, and after `MOST_FAILURES` in a row.
+    """
+    failures, found = 0, None
+    while True:
+        try:
+            found = read()
+        except ClusterError as error:
+            failures += 1
+            is_passing = error.status is None or error.status == 429 or error.status >= 500
+            if not is_passing or failures >= MOST_FAILURES:
+                raise
+            if failures == 1:
+                told(f"{error}; trying again")
+        else:
+            failures = 0
+            yield found
+        if until(found):
+            return
+        pause(min(POLL_SECONDS * 2.0**failures, LONGEST_PAUSE_SECONDS))
+
+
+def wanted_condition(text: str) -> ConditionType:
+    """The condition of `--for`: `Finished`, or as kubectl has it `condition=Finished`. Raises LocalError."""
+    name = text.removeprefix("condition=").removesuffix("=True")
+    found = next((kind for kind in ConditionType if kind.casefold() == name.casefold()), None)
+    if found is None:
+        raise LocalError(f"--for: {text!r} is no condition of a job; it is one of {', '.join(ConditionType)}")
+    return found
+
+
+def outcome(job: SeenJob, wanted: ConditionType) -> ExitCode | None:
+    """DONE once the condition is True, REFUSED once it cannot become so by itself; None while it may."""
+    conditions = job.status.conditions
+    if is_condition_true(conditions, wanted):
+        has_failed = wanted is ConditionType.FINISHED and job.phase != "Succeeded"
+        return ExitCode.REFUSED if has_failed else ExitCode.DONE
+    if job.has_ended:
+        return ExitCode.REFUSED
+    stalled = find_condition(conditions, ConditionType.STALLED)
+    # A condition of an earlier spec says nothing of this one.
+    is_current = stalled is not None and stalled.observed_generation >= job.generation
+    return ExitCode.REFUSED if job.phase == "Stalled" and is_current else None
+
+
+def wait_for(
+    cluster: Cluster,
+    name: str,
+    wanted: ConditionType,
+    seconds: float,
+    told: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+) -> tuple[ExitCode, SeenJob | None]:
+    """How it ended, and the job as it was then, None for a job that was deleted; FAILED if the time ran out.
+
+    Raises ClusterError.
+    """
+    deadline = clock() + seconds
+    latest: SeenJob | None = None
+
+    def read() -> SeenJob | None:
+        try:
+            return cluster.job(name)
+        except ClusterError as error:
+            if error.exit_code is ExitCode.UNUSABLE and latest is not None:
+                return None
+            raise
+
+    for job in repeatedly(read, told, lambda _: clock() > deadline, pause):
+        if job is None or (latest is not None and job.uid != latest.uid):
+            return ExitCode.REFUSED, None
+        latest = job
+        found = outcome(job, wanted)
+        if found is not None:
+            return found, job
+    return ExitCode.FAILED, latest

@@ -1,0 +1,126 @@
+"""`finetune init`: from a few answers to a manifest that validates."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from finetune_cli.checks.validate import Report, validate_files
+from finetune_cli.documents import document_text
+from finetune_cli.exit_codes import LocalError
+from finetune_job.api.base import HubPath, parse_source
+from finetune_job.api.training import TrainingSpec
+from finetune_job.names import API_VERSION, JOB_KIND, MAX_JOB_NAME
+
+_BATCH = TrainingSpec().global_batch_size
+_QUESTIONS = {
+    "model": ("Base model (hf://ORG/NAME, s3://BUCKET/PREFIX or pvc://CLAIM/PATH)", "--model"),
+    "data": ("Records to train on (hf://datasets/ORG/NAME, s3://..., or pvc://CLAIM/FILE)", "--data"),
+}
+_COMMIT = "Commit of {0}, 40 digits (git ls-remote https://huggingface.co/{1} HEAD prints it)"
+HEAD = """\
+# A FineTuneJob. All that is not here has a default: `finetune explain spec.training` lists fields, and `finetune validate` says
+# what was chosen for them. The claims that it names must exist; on this machine they are directories below runs/claims.
+"""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a manifest is made from; None: not given."""
+
+    model: str | None
+    data: str | None
+    revision: str | None = None
+    data_revision: str | None = None
+    devices: int | None = None
+    nodes: int = 1
+    destination: str = "pvc://models-out"
+    workspace: str = "workspace"
+    profile: str | None = None
+    name: str | None = None
+
+
+def ask(given: Answers, *, is_terminal: bool) -> Answers:
+    """With answers to what is missing. Raises LocalError, without a terminal."""
+    answers = given
+    for field, (question, option) in _QUESTIONS.items():
+        if getattr(answers, field) is None:
+            answers = _with(answers, field, _asked(question, option, is_terminal=is_terminal))
+    for source, field, option in (("model", "revision", "--revision"), ("data", "data_revision", "--data-revision")):
+        address = getattr(answers, source)
+        repository = _repository(address)
+        if repository is not None and getattr(answers, field) is None:
+            question = _COMMIT.format(address, repository)
+            answers = _with(answers, field, _asked(question, option, is_terminal=is_terminal))
+    if answers.devices is None:
+        devices = typer.prompt("GPUs of one node, or CPU ranks", default=1, type=int, err=True) if is_terminal else 1
+        answers = replace(answers, devices=devices)
+    return answers
+
+
+def _with(answers: Answers, field: str, value: str) -> Answers:
+    changes: dict[str, Any] = {field: value}
+    return replace(answers, **changes)
+
+
+def _asked(question: str, option: str, *, is_terminal: bool) -> str:
+    if not is_terminal:
+        raise LocalError(f"{option}: is missing ({question})")
+    return str(typer.prompt(question, err=True)).strip()
+
+
+def _repository(address: str) -> str | None:
+    """Path of a repository on the Hub; None for another place, and for what is no address, which validation tells."""
+    try:
+        place = parse_source(address)
+    except ValueError:
+        return None
+    return f"{'datasets/' if place.is_dataset else ''}{place.repository}" if isinstance(place, HubPath) else None
+
+
+def manifest_text(answers: Answers) -> tuple[str, Report]:
+    """The manifest, and what the rules say of it."""
+    name = answers.name or _name(answers.model or "")
+    data: dict[str, Any] = {"source": answers.data}
+    model: dict[str, Any] = {"source": answers.model}
+    for place, revision in ((model, answers.revision), (data, answers.data_revision)):
+        if revision:
+            place["revision"] = revision
+    scheme, _, rest = answers.destination.partition("://")
+    is_whole_claim = scheme == "pvc" and "/" not in rest.rstrip("/")
+    ranks = answers.nodes * (answers.devices or 1)
+    batch = -(-_BATCH // ranks) * ranks
+    spec: dict[str, Any] = {
+        **({"profile": answers.profile} if answers.profile else {}),
+        "model": model,
+        "data": data,
+        "method": {"type": "LoRA"},
+        "training": {"epochs": 1, **({} if batch == _BATCH else {"globalBatchSize": batch})},
+        "parallelism": {"nodes": answers.nodes, "processesPerNode": answers.devices or 1},
+        "output": {"destination": f"{answers.destination.rstrip('/')}/{name}" if is_whole_claim else answers.destination},
+        "workspace": {"claimName": answers.workspace},
+    }
+    document = {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": {"name": name}, "spec": spec}
+    text = HEAD + document_text(document)
+    return text, validate_files([("the manifest", text)], None)
+
+
+def _name(model: str) -> str:
+    """A job's name from the last part of an address."""
+    plain = re.sub(r"[^a-z0-9]+", "-", model.rstrip("/").rpartition("/")[2].lower()).strip("-")
+    return f"{plain[: MAX_JOB_NAME - len('-tuned')].rstrip('-') or 'model'}-tuned"
+
+
+def write_new(file: Path, text: str) -> None:
+    """Raises LocalError if the file exists or cannot be written."""
+    try:
+        with file.open("x") as opened:
+            opened.write(text)
+    except FileExistsError as error:
+        raise LocalError(f"{file}: exists already; name another file, or remove it") from error
+    except OSError as error:
+        raise LocalError(f"{file}: cannot be written ({error.strerror}); name another file") from error

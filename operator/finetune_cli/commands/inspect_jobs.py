@@ -1,0 +1,51 @@
+"""`list` and `status` of jobs in a cluster: what is printed, as text and as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from finetune_cli.jobs.diagnosis import diagnose
+from finetune_cli.jobs.progress import figures
+from finetune_cli.jobs.seen import SeenJob
+from finetune_cli.render.job_status import status_document, status_text
+from finetune_cli.render.jobs import jobs_document, jobs_text
+
+
+@dataclass(frozen=True)
+class CommandAnswer:
+    """What a command has to say, both ways."""
+
+    text: Callable[[], str]
+    document: Callable[[], dict[str, Any]]
+
+
+def utc_now() -> datetime:
+    """The time, aware."""
+    return datetime.now(UTC)
+
+
+def list_changes(jobs: list[SeenJob], before: dict[str, str] | None, place: str, *, everywhere: bool) -> CommandAnswer | None:
+    """The jobs that are not as they were `before` (resource versions by UID; None: all are shown); None if there is none."""
+    now, shown = utc_now(), [job for job in jobs if before is None or before.get(job.uid) != job.resource_version]
+    if before is not None and not shown:
+        return None
+
+    def text() -> str:
+        if not shown:
+            return f"there are no FineTuneJobs in {place}\n"
+        whole = jobs_text(shown, now, everywhere=everywhere)
+        return whole if before is None else whole.partition("\n")[2]
+
+    return CommandAnswer(text, lambda: jobs_document(shown, now))
+
+
+def status_answer(job: SeenJob, losses: list[float], *, is_watched: bool) -> CommandAnswer:
+    """Where a job is. `losses`: known so far; while it is watched, its latest one is added."""
+    found, now = figures(job), utc_now()
+    if is_watched and found is not None and found.loss is not None:
+        losses.append(found.loss)
+    diagnosis = diagnose(job, now)
+    return CommandAnswer(lambda: status_text(job, diagnosis, now, losses), lambda: status_document(job, diagnosis, now, losses))

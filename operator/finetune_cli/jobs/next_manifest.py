@@ -1,0 +1,100 @@
+"""Manifests made from jobs: the same job once more, or with changes."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import yaml
+
+from finetune_cli.exit_codes import LocalError
+from finetune_job.fields import FieldFacts, all_fields
+from finetune_job.finding import FieldChange
+from finetune_job.names import API_VERSION, JOB_KIND, MAX_JOB_NAME
+from finetune_job.rules.rule import with_changes
+
+_NUMBERED = re.compile(r"(?P<stem>.+?)-(?P<number>[1-9]\d{0,5})")
+_OF_ONE_TRY = ("suspend", "cancel", "retry")
+"""Fields of spec.run that say what is to become of one job."""
+_KEPT_METADATA = ("labels",)
+_TEXTS = ("string", "one of", "number in quotes")
+"""Beginnings of the types of fields whose values are texts."""
+
+
+def next_name(name: str, taken: Collection[str]) -> str:
+    """`tune-2` after `tune`, `tune-3` after `tune-2`: the first that is not taken, of at most `MAX_JOB_NAME` characters."""
+    found = _NUMBERED.fullmatch(name)
+    stem, number = (found["stem"], int(found["number"])) if found is not None else (name, 1)
+    while True:
+        number += 1
+        candidate = f"{stem[: MAX_JOB_NAME - len(str(number)) - 1].rstrip('-.')}-{number}"
+        if candidate not in taken:
+            return candidate
+
+
+def copy_of(document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A job of the same spec that has run nothing yet: neither suspended, nor cancelled, nor retried."""
+    spec = copy.deepcopy(dict(document["spec"]))
+    run = {key: value for key, value in (spec.get("run") or {}).items() if key not in _OF_ONE_TRY}
+    spec.pop("run", None)
+    if run:
+        spec["run"] = run
+    metadata = document.get("metadata")
+    kept = {key: dict(metadata[key]) for key in _KEPT_METADATA if isinstance(metadata, Mapping) and metadata.get(key)}
+    return {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": {"name": name, **kept}, "spec": spec}
+
+
+def fork_of(document: Mapping[str, Any], name: str, changes: Iterable[FieldChange]) -> dict[str, Any]:
+    """A copy with changes. Its results go to a place of its own unless a change says where."""
+    changes = list(changes)
+    made = copy_of(document, name)
+    output = made["spec"].get("output")
+    is_set = any(change.field.startswith("spec.output") for change in changes)
+    if not is_set and isinstance(output, dict) and isinstance(output.get("destination"), str):
+        output["destination"] = other_destination(output["destination"], name)
+    return with_changes(made, changes)
+
+
+def other_destination(destination: str, name: str) -> str:
+    """The same kind of place under another name: a folder, a repository or a tag of its own."""
+    address = destination.rstrip("/")
+    scheme, _, place = address.partition("://")
+    if scheme == "oci":
+        return f"{address}-{name}" if ":" in place.rpartition("/")[2] else f"{address}:{name}"
+    if scheme == "hf":
+        return f"{address}-{name}"
+    # A claim or a bucket alone: another one would have another name.
+    head, slash, _ = place.rpartition("/")
+    return f"{scheme}://{head}/{name}" if slash else f"{address}/{name}"
+
+
+def parse_change(text: str) -> FieldChange:
+    """`training.maxSteps=20`, as a change of a job; nothing behind the sign removes the field. Raises LocalError."""
+    path, sign, value = text.partition("=")
+    path = path.strip()
+    path = path if path.split(".")[0] in ("spec", "metadata") else f"spec.{path}"
+    if not sign:
+        raise LocalError(f"--set {text}: is not PATH=VALUE, as in training.maxSteps=20")
+    field = next((each for each in all_fields() if each.kind == JOB_KIND and each.path == path), None)
+    if field is None and not _is_below_a_map(path):
+        raise LocalError(f"--set {text}: a FineTuneJob has no field {path}; `finetune explain {path}` names what is like it")
+    return FieldChange(field=path, value=_value(text, field, value) if value else None)
+
+
+def _is_below_a_map(path: str) -> bool:
+    """Such as an entry of rankPattern or a label: the API has no list of them."""
+    maps = {each.path for each in all_fields() if each.kind == JOB_KIND and each.type.startswith(("map of", "any value"))}
+    return path.startswith("metadata.labels.") or any(path.startswith(f"{each}.") for each in maps)
+
+
+def _value(text: str, field: FieldFacts | None, value: str) -> Any:
+    if field is not None and field.type.startswith(_TEXTS):
+        return value
+    if len(value) > 65_536:
+        raise LocalError(f"--set {text[:80]}...: the value has more than 65536 characters")
+    try:
+        return yaml.safe_load(value)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise LocalError(f"--set {text}: the value is not YAML; write it as in a manifest") from error

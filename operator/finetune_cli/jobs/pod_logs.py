@@ -1,0 +1,53 @@
+"""Which pods' logs are asked for, and which of their lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from finetune_cli.jobs.progress import stage_name
+from finetune_cli.jobs.seen import SeenJob, SeenPod
+from finetune_job.names import Role
+
+
+@dataclass(frozen=True)
+class LogRequest:
+    """What the options of `logs` ask for."""
+
+    stage: Role | None = None
+    """None: the current one, or the latest that has pods."""
+    attempt: int | None = None
+    """None: the latest."""
+    rank: int | None = None
+    """Of the gang; None: all."""
+    failed: bool = False
+    """Only pods that ended without success."""
+
+
+def chosen_pods(job: SeenJob, pods: Sequence[SeenPod], request: LogRequest) -> list[SeenPod]:
+    """The pods of one stage and attempt, in the order of their node ranks."""
+    found = [pod for pod in pods if not request.failed or pod.phase == "Failed"]
+    stage = str(request.stage) if request.stage is not None else _stage(job, found)
+    found = [pod for pod in found if pod.role == stage]
+    attempt = request.attempt if request.attempt is not None else max((pod.attempt for pod in found), default=0)
+    node = None if request.rank is None else request.rank // ranks_per_node(job)
+    return sorted(
+        (pod for pod in found if pod.attempt == attempt and node in (None, pod.node_rank)),
+        key=lambda pod: (pod.node_rank, pod.name),
+    )
+
+
+def _stage(job: SeenJob, pods: Sequence[SeenPod]) -> str:
+    """The current stage if it has pods, else the stage of the newest pod."""
+    current = stage_name(job)
+    return current if any(pod.role == current for pod in pods) else pods[-1].role if pods else current
+
+
+def ranks_per_node(job: SeenJob) -> int:
+    """How many ranks a pod of the gang runs."""
+    return max(job.num_ranks // job.num_nodes, 1)
+
+
+def is_of_rank(line: str, rank: int | None) -> bool:
+    """Whether a line of a training pod's log comes from a rank; the pod puts `[rank N]` in front of each."""
+    return rank is None or line.startswith(f"[rank {rank}] ")

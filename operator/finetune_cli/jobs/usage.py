@@ -1,0 +1,66 @@
+"""Device hours and their price, from statuses and from the operator's accounts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from finetune_cli.jobs import documents
+from finetune_cli.jobs.progress import device_seconds
+from finetune_cli.jobs.seen import SeenJob
+from finetune_operator.decide.account import LOST, PRODUCTIVE, WAITING, JobLabels
+
+UNKNOWN = "-"
+"""In place of a label that a job does not have."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of one team, namespace or label."""
+
+    name: str
+    gpu_hours: float = 0.0
+    productive_hours: float | None = None
+    """Kept by a checkpoint or a finished training; None: not told apart."""
+    jobs: int | None = None
+    """None: not counted."""
+    cost: float | None = None
+    """In the currency of the profiles' prices; None: no price is known of any part."""
+
+
+def usage_of_jobs(
+    jobs: Iterable[SeenJob], key: Callable[[SeenJob], str], prices: Mapping[str, float | None], now: datetime
+) -> list[Usage]:
+    """Of jobs that still exist. `prices`: of one GPU for an hour by the profile's name; a profile without GPUs is not in it."""
+    found: dict[str, Usage] = {}
+    for job in jobs:
+        if job.profile not in prices:
+            continue
+        before = found.get(key(job)) or Usage(key(job), jobs=0)
+        hours, price = device_seconds(job, now) / 3600, prices[job.profile]
+        cost = before.cost if price is None else (before.cost or 0.0) + hours * price
+        found[key(job)] = Usage(before.name, before.gpu_hours + hours, None, (before.jobs or 0) + 1, cost)
+    return _ordered(found.values())
+
+
+def usage_of_accounts(
+    accounts: Iterable[tuple[JobLabels, Mapping[str, float]]], key: Callable[[JobLabels], str], namespace: str | None
+) -> list[Usage]:
+    """Of all jobs that ever ran, those that were deleted among them. Each account: labels, and GPU seconds by outcome."""
+    found: dict[str, Usage] = {}
+    for labels, seconds in accounts:
+        if namespace is not None and labels.namespace != namespace:
+            continue
+        name = key(labels)
+        before = found.get(name) or Usage(name, productive_hours=0.0)
+        hours = sum(seconds.get(outcome, 0.0) for outcome in (WAITING, PRODUCTIVE, LOST)) / 3600
+        price = documents.decimal(labels.price)
+        cost = before.cost if price is None else (before.cost or 0.0) + hours * price
+        kept = (before.productive_hours or 0.0) + seconds.get(PRODUCTIVE, 0.0) / 3600
+        found[name] = Usage(name, before.gpu_hours + hours, kept, None, cost)
+    return _ordered(found.values())
+
+
+def _ordered(found: Iterable[Usage]) -> list[Usage]:
+    return sorted(found, key=lambda each: (-each.gpu_hours, each.name))

@@ -1,0 +1,139 @@
+"""One job of a cluster: where it is, its stages and attempts, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from finetune_cli.exit_codes import ExitCode
+from finetune_cli.jobs.diagnosis import Diagnosis
+from finetune_cli.jobs.durations import duration_text
+from finetune_cli.jobs.plain import plain
+from finetune_cli.jobs.progress import figures, seconds_between, seconds_left, stage_name, state, timeline
+from finetune_cli.jobs.seen import SeenJob
+from finetune_cli.render.columns import bar, figure, sparkline, table
+from finetune_cli.render.diagnosis import command_lines
+from finetune_cli.render.jobs import summary
+from finetune_cli.render.verdicts import labelled
+from finetune_job.api.status import Attempt
+from finetune_job.names import Role
+from finetune_job.reasons import ConditionType
+from finetune_operator.decide.restart_policy import POLICY, Retry
+
+_MOST = 500
+
+
+def status_text(job: SeenJob, diagnosis: Diagnosis, now: datetime, losses: Sequence[float] = ()) -> str:
+    """The answer for a person. `losses`: of the steps so far, if they are known."""
+    stage = stage_name(job)
+    lines = [f"{plain(job.title)}: {plain(state(job), 128)}" + (f", {stage}" if stage else "")]
+    lines += _progress_lines(job, now, losses)
+    lines += [labelled("reason", plain(diagnosis.reason, _MOST))] if diagnosis.reason else []
+    lines += [labelled("next", plain(one, _MOST)) for one in diagnosis.advice[:3]]
+    lines += command_lines(diagnosis)
+    text = "\n".join(lines) + "\n"
+    stages = [
+        (each.name, plain(each.state, 40), _clock(each.begun), duration_text(each.seconds), str(len(each.attempts) or ""))
+        for each in timeline(job, now)
+    ]
+    if stages:
+        text += "\n" + table(("STAGE", "STATE", "BEGAN", "TOOK", "ATTEMPTS"), stages, "  ")
+    tried = [each for each in job.status.attempts if each.role is Role.TRAIN or each.outcome == "Failed"]
+    if len(tried) > 1 or any(each.outcome == "Failed" for each in tried):
+        rows = [_attempt_row(each, now) for each in tried]
+        text += "\n" + table(("ATTEMPT", "OUTCOME", "BEGAN", "TOOK", "FAILURE", ""), rows, "  ")
+    if job.status.artifacts:
+        text += "\n" + table(("RESULT", "PATH"), [(plain(one.name), plain(one.path)) for one in job.status.artifacts], "  ")
+    if job.unreadable:
+        text += f"\n  not readable in its status, and left out: {', '.join(map(plain, job.unreadable))}\n"
+    return text
+
+
+def _progress_lines(job: SeenJob, now: datetime, losses: Sequence[float]) -> list[str]:
+    found = figures(job)
+    if found is None:
+        return []
+    left = duration_text(seconds_left(job, now))
+    lines = [
+        labelled(
+            "steps", f"{bar(found.share)} {found.step}/{found.total}  {found.share:.0%}" + (f"  {left} left" if left else "")
+        )
+    ]
+    before = f", {figure(found.initial_eval_loss)} before training" if found.initial_eval_loss is not None else ""
+    held_out = f"; held out {figure(found.eval_loss)}{before}" if found.eval_loss is not None else before
+    if found.loss is not None or held_out:
+        lines.append(labelled("loss", f"{figure(found.loss)}{held_out}"))
+    if losses:
+        lines.append(labelled("curve", f"{sparkline(losses)}  {figure(losses[0])} to {figure(losses[-1])}"))
+    pace = [
+        *([f"{found.tokens_per_second:.0f} tokens/s"] if found.tokens_per_second is not None else []),
+        *([f"MFU {found.mfu:.1%}"] if found.mfu is not None else []),
+        *([f"{found.goodput:.0%} of the time at work"] if found.goodput is not None else []),
+    ]
+    lines += [labelled("pace", ", ".join(pace))] if pace else []
+    lines += [labelled("saved", f"checkpoint of step {found.checkpoint}")] if found.checkpoint is not None else []
+    return lines
+
+
+def _attempt_row(attempt: Attempt, now: datetime) -> tuple[str, ...]:
+    seconds = seconds_between(attempt.start_time, attempt.end_time, now)
+    failure = str(attempt.failure or "")
+    if attempt.failure is not None and POLICY[attempt.failure].retry is Retry.UNCOUNTED:
+        failure += " (not counted)"
+    return (
+        f"{attempt.role}-{attempt.number}",
+        attempt.outcome,
+        plain(attempt.start_time.removesuffix("Z").replace("T", " "), 20),
+        duration_text(seconds),
+        failure,
+        plain(attempt.message, 60),
+    )
+
+
+def _clock(moment: datetime | None) -> str:
+    return "" if moment is None else f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S}"
+
+
+def status_document(job: SeenJob, diagnosis: Diagnosis, now: datetime, losses: Sequence[float] = ()) -> dict[str, Any]:
+    """The same as data."""
+    found = figures(job)
+    return {
+        **summary(job, now),
+        "reason": diagnosis.reason,
+        "advice": list(diagnosis.advice),
+        "commands": list(diagnosis.commands),
+        "tokensPerSecond": found.tokens_per_second if found else None,
+        "mfu": found.mfu if found else None,
+        "goodput": found.goodput if found else None,
+        "checkpointStep": found.checkpoint if found else None,
+        "losses": list(losses),
+        "stages": [
+            {
+                "name": each.name,
+                "state": each.state,
+                "message": each.message,
+                "began": None if each.begun is None else each.begun.isoformat(),
+                "seconds": each.seconds,
+                "attempts": [attempt.model_dump(mode="json", by_alias=True) for attempt in each.attempts],
+            }
+            for each in timeline(job, now)
+        ],
+        "conditions": [each.model_dump(mode="json", by_alias=True) for each in job.status.conditions],
+        "findings": [each.model_dump(mode="json") for each in job.status.findings],
+        "artifacts": [each.model_dump(mode="json", by_alias=True) for each in job.status.artifacts],
+    }
+
+
+def waited_text(name: str, job: SeenJob | None, wanted: ConditionType, code: ExitCode, seconds: float) -> str:
+    """How a wait ended, in a line."""
+    if job is None:
+        return f"{plain(name)}: the job was deleted\n"
+    if code is ExitCode.DONE:
+        phase = f" ({job.phase})" if wanted is ConditionType.FINISHED else ""
+        return f"{plain(job.title)}: {wanted}{phase}\n"
+    stage = stage_name(job)
+    place = plain(state(job), 128) + (f", {stage}" if stage else "")
+    if code is ExitCode.FAILED:
+        return f"{plain(job.title)}: not {wanted} after {duration_text(seconds)}; it is {place}\n"
+    return f"{plain(job.title)}: {place}; see `finetune explain job/{plain(job.name)}`\n"

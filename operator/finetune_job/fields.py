@@ -1,0 +1,145 @@
+"""What there is to say of one field of the API: type, default, unit, bounds, meaning, and what it is on GPU and on CPU.
+
+All but units and devices comes from the models, by way of their schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from finetune_job.api.base import DECIMAL_PATTERN
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.api.status import FineTuneJobStatus
+from finetune_job.crd import Schema, structural_schema
+from finetune_job.names import JOB_KIND, PROFILE_KIND
+
+ROOTS = (
+    (JOB_KIND, "spec", FineTuneJobSpec),
+    (JOB_KIND, "status", FineTuneJobStatus),
+    (PROFILE_KIND, "spec", FineTuneProfileSpec),
+)
+_UNITS = (
+    ("Seconds", "seconds"),
+    ("everySteps", "optimizer steps"),
+    ("maxSteps", "optimizer steps"),
+    ("epochs", "passes over the data"),
+    ("SequenceLength", "tokens"),
+    ("maxPositions", "tokens"),
+    ("BatchSize", "sequences"),
+    ("ShardSize", "bytes, as in 5GB or 512Mi"),
+    ("minNumParams", "parameters"),
+    ("processesPerNode", "ranks"),
+    ("nodes", "pods"),
+    ("bits", "bits"),
+    ("storage", "bytes, as in 100Gi"),
+    ("emory", "bytes, as in 80Gi"),
+)
+"""Ending of a field's name -> what it counts."""
+SAME_ON_BOTH = "the same on GPU and CPU"
+DEVICES = {
+    "spec.profile": "a profile with gpu trains on GPUs, any other one on CPU cores",
+    "spec.parallelism.processesPerNode": "GPU: the GPUs of a node, one for each rank; CPU: ranks that share the cores of a pod",
+    "spec.parallelism.fsdp.syncModuleStates": "GPU: version 1 broadcasts rank 0's weights; CPU: no effect, each rank reads them",
+    "spec.parallelism.fsdp.offloadParams": "GPU: parameters wait in pinned memory of the node; CPU: there is nothing to offload",
+    "spec.parallelism.fsdp.reshardAfterForward": "unset: by the memory of a GPU, or by a rank's share of the pod's",
+    "spec.training.microBatchSize": "unset: by the memory of a GPU, or by a rank's share of the pod's",
+    "spec.training.activationCheckpointing": "unset: by the memory of a GPU, or by a rank's share of the pod's",
+    "spec.training.compile": "GPU: the image needs a C compiler; CPU: a C++ compiler",
+    "spec.checkpoint.asynchronous": "GPU: the copy is in pinned memory of the node; CPU: in the same memory as the model",
+}
+"""Path in a FineTuneJob -> what differs."""
+
+
+@dataclass(frozen=True)
+class FieldFacts:
+    """One field, as manifests write it."""
+
+    kind: str
+    """Of the object that has it."""
+    path: str
+    """As in `spec.data.datasets[].source`."""
+    type: str
+    default: str
+    """As JSON; empty: there is none, and `meaning` says what an unset one leads to."""
+    is_required: bool
+    unit: str
+    bounds: str
+    meaning: str
+    device: str
+    """Empty for what no run reads."""
+    children: tuple[str, ...]
+    """Names of the fields below it."""
+
+
+@cache
+def all_fields() -> tuple[FieldFacts, ...]:
+    """Of FineTuneJobs and FineTuneProfiles, parents before children."""
+    return tuple(
+        facts
+        for kind, root, model in ROOTS
+        for facts in _facts(kind, root, structural_schema(model), is_required=root == "spec" and kind == JOB_KIND)
+    )
+
+
+def _facts(kind: str, path: str, node: Schema, *, is_required: bool) -> Iterator[FieldFacts]:
+    inner: Schema = node.get("items", node)
+    while "items" in inner:
+        inner = inner["items"]
+    properties: dict[str, Schema] = inner.get("properties", {})
+    yield FieldFacts(
+        kind=kind,
+        path=path,
+        type=type_text(node),
+        default=json.dumps(node["default"], ensure_ascii=False) if "default" in node else "",
+        is_required=is_required,
+        unit=next((unit for ending, unit in _UNITS if path.endswith(ending) and not properties), ""),
+        bounds=bounds_text(node),
+        meaning=str(node.get("description", "")),
+        device=DEVICES.get(path, SAME_ON_BOTH) if kind == JOB_KIND and path.startswith("spec") else "",
+        children=tuple(properties),
+    )
+    below = f"{path}[]" if node.get("type") == "array" else path
+    for name, child in properties.items():
+        yield from _facts(kind, f"{below}.{name}", child, is_required=name in inner.get("required", ()))
+
+
+def type_text(node: Schema) -> str:
+    """The type of a schema's value, in words."""
+    match node.get("type"):
+        case "array":
+            return f"list of {type_text(node['items'])}"
+        case "object" if isinstance(node.get("additionalProperties"), dict):
+            return f"map of {type_text(node['additionalProperties'])}"
+        case "string" if "enum" in node:
+            return f"one of {', '.join(node['enum'])}"
+        case "string" if node.get("pattern") == DECIMAL_PATTERN:
+            return 'number in quotes, as in "2e-4"'
+        case None:
+            return "any value"
+        case kind:
+            return str(kind)
+
+
+def bounds_text(node: Schema) -> str:
+    """What the API server accepts of the type, in words; empty: all of it."""
+    parts = []
+    for lowest, highest, unit in (
+        ("minimum", "maximum", ""),
+        ("minLength", "maxLength", " characters"),
+        ("minItems", "maxItems", " entries"),
+        ("minProperties", "maxProperties", " entries"),
+    ):
+        low, high = node.get(lowest), node.get(highest)
+        if low is not None and high is not None:
+            parts.append(f"{low} to {high}{unit}")
+        elif low is not None:
+            parts.append(f"at least {low}{unit}")
+        elif high is not None:
+            parts.append(f"at most {high}{unit}")
+    if "pattern" in node and node["pattern"] != DECIMAL_PATTERN:
+        parts.append(f"matching {node['pattern']}")
+    return ", ".join(parts)

@@ -1,0 +1,234 @@
+"""The commands that look at jobs, as processes against a real API server, with the least rights that docs/rights.md names."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from finetune_cli.cluster.errors import Right
+from finetune_job.plan.digest import canonical_json
+from tests.integration.conftest import Installed
+from tests.integration.kube import Document
+from tests.integration.workload import Workload
+from tests.support.builders import a_job
+from tests.support.cluster.errors import wait_until
+from tests.support.command_rights import COMMANDS, EVENTS, JOB, JOBS, LOG, PODS, PROFILE, READER, CommandRights
+from tests.unit.finetune_cli.jobs import objects
+
+pytestmark = pytest.mark.integration
+STATES = {each["metadata"]["name"]: each for each in (objects.SUCCEEDED, objects.RUNNING, objects.FAILED, objects.STALLED)}
+READING = (
+    *("list", "status JOB", "wait JOB", "logs JOB, of pods that exist", "explain job/JOB"),
+    *("top", "cost", "compare JOB JOB", "bundle JOB"),
+)
+
+
+@dataclass
+class Caller:
+    """Calls commands with the rights of one ServiceAccount."""
+
+    installed: Installed
+    workload: Workload
+    directory: Path
+
+    def with_rights(self, name: str, rights: tuple[Right, ...]) -> Callable[[str], subprocess.CompletedProcess[str]]:
+        """A user with these rights alone."""
+        kube, namespace = self.workload.kube, self.workload.namespace
+        kube.create("ServiceAccount", namespace, {"metadata": {"name": name}})
+        for kind, place, chosen in (
+            ("Role", namespace, [each for each in rights if each.resource != "finetuneprofiles"]),
+            ("ClusterRole", "", [each for each in rights if each.resource == "finetuneprofiles"]),
+        ):
+            rules = [{"apiGroups": [each.group], "resources": [each.resource], "verbs": [each.verb]} for each in chosen]
+            role = name if place else f"{name}-of-{namespace}"
+            kube.create(kind, place, {"metadata": {"name": role}, "rules": rules})
+            binding = {
+                "metadata": {"name": role},
+                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": role},
+                "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+            }
+            kube.create(f"{kind}Binding", place, binding)
+        asked = {"spec": {"audiences": [], "expirationSeconds": 3600}}
+        token = kube.request("POST", kube.path("ServiceAccount", namespace, name, "token"), asked)["status"]["token"]
+        config = yaml.safe_load(self.installed.cluster.kubeconfig.read_text())
+        config["users"] = [{"name": config["users"][0]["name"], "user": {"token": token}}]
+        config["contexts"][0]["context"]["namespace"] = namespace
+        kubeconfig = self.directory / f"kubeconfig-{name}"
+        kubeconfig.write_text(json.dumps(config))
+        user = f"system:serviceaccount:{namespace}:{name}"
+        wait_until(lambda: all(self._is_allowed(user, each) for each in rights), f"the rights of {name}", 60)
+
+        def call(line: str) -> subprocess.CompletedProcess[str]:
+            arguments = [sys.executable, "-m", "finetune_cli", *shlex.split(line)]
+            environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+            return subprocess.run(
+                arguments, cwd=self.directory, env=environment, capture_output=True, text=True, timeout=120, check=False
+            )
+
+        return call
+
+    def _is_allowed(self, user: str, right: Right) -> bool:
+        resource, _, sub = right.resource.partition("/")
+        place = "" if resource == "finetuneprofiles" else self.workload.namespace
+        asked = {"namespace": place, "group": right.group, "resource": resource, "subresource": sub, "verb": right.verb}
+        spec = {"user": user, "groups": ["system:serviceaccounts", "system:authenticated"], "resourceAttributes": asked}
+        answer = self.workload.kube.create("SubjectAccessReview", "", {"spec": spec})
+        return answer["status"]["allowed"] is True
+
+
+@pytest.fixture
+def caller(installed: Installed, workload: Workload, tmp_path: Path) -> Caller:
+    """Five jobs in their states, the last one as nobody has looked at it yet, and a pod of the running one."""
+    for name, document in {**STATES, "new": objects.NEW}.items():
+        spec = copy.deepcopy(document["spec"])
+        created = workload.kube.create("FineTuneJob", workload.namespace, {**_head(name), "spec": spec})
+        if "status" in document:
+            workload.kube.patch("FineTuneJob", workload.namespace, name, {"status": document["status"]}, "status")
+        if name == "running":
+            pod = objects.pod(document, "train", 1, 0)
+            labels = pod["metadata"]["labels"] | {"finetune.dev/job-uid": created["metadata"]["uid"]}
+            spec = {
+                "containers": [{"name": "trainer", "image": "registry.test/none:1", "env": [{"name": "T", "value": "hunter2"}]}]
+            }
+            workload.kube.create(
+                "Pod", workload.namespace, {"metadata": {"name": "running-train-1-0", "labels": labels}, "spec": spec}
+            )
+    return Caller(installed, workload, tmp_path)
+
+
+def _head(name: str) -> Document:
+    return {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "metadata": {"name": name, "labels": {"finetune.dev/team": "vision"}},
+    }
+
+
+def rights_of(command: str) -> CommandRights:
+    return next(each for each in COMMANDS if each.command == command)
+
+
+def test_each_command_tells_each_state_with_the_least_rights(caller: Caller) -> None:
+    reader = caller.with_rights("reader", (JOB, JOBS))
+    listed = reader("list")
+    assert (listed.returncode, listed.stderr) == (0, "")
+    assert [line.split()[:3] for line in listed.stdout.splitlines()[1:]] == [
+        ["failed", "Failed", "train"],
+        ["new", "Pending", "-"],
+        ["running", "Running", "train"],
+        ["stalled", "Stalled", "validate"],
+        ["succeeded", "Succeeded", "-"],
+    ]
+    namespace = caller.workload.namespace
+    heads = {
+        "failed": "Failed, train",
+        "new": "Pending",
+        "running": "Running, train",
+        "stalled": "Stalled, validate",
+        "succeeded": "Succeeded",
+    }
+    waited = {"failed": 1, "new": 3, "running": 3, "stalled": 1, "succeeded": 0}
+    for name, head in heads.items():
+        done = reader(f"status {name}")
+        assert (done.returncode, done.stdout.splitlines()[0]) == (0, f"{namespace}/{name}: {head}"), done.stderr
+        assert reader(f"wait {name} --timeout 0").returncode == waited[name]
+    missing = reader("status runing")
+    assert (missing.returncode, missing.stderr) == (
+        2, f"there is no FineTuneJob runing in the namespace {namespace}; did you mean running?\n"
+    )  # fmt: skip
+    top = reader("top -o json")
+    assert [(job["name"], job["devices"]) for job in json.loads(top.stdout)["jobs"]] == [("running", 8)]
+    assert "Failed" in reader("compare failed succeeded").stdout
+    cost = reader("cost")
+    assert (cost.returncode, "you may not list configmaps in the whole cluster" in cost.stdout) == (0, True)
+
+
+def test_a_diagnosis_says_what_it_could_not_see(caller: Caller) -> None:
+    few, all_rights = caller.with_rights("few", (JOB,)), caller.with_rights("all", (JOB, PODS, EVENTS, PROFILE))
+    done = few("explain job/stalled -o json")
+    assert [each.partition(":")[0] for each in json.loads(done.stdout)["unseen"]] == ["its pods", "its events", "its profile"]
+    found = json.loads(all_rights("explain job/stalled -o json").stdout)
+    assert (found["unseen"], found["patch"]) == ([], {"spec": {"data": {"format": "Text"}}})
+    patched = caller.workload.kube.patch("FineTuneJob", caller.workload.namespace, "stalled", found["patch"])
+    assert patched["spec"]["data"]["format"] == "Text"
+    failed = json.loads(all_rights("explain job/failed -o json").stdout)
+    assert (failed["word"], failed["patch"]) == ("DeviceOutOfMemory", {"spec": {"training": {"microBatchSize": 2}}})
+
+
+def test_logs_archives_and_workspaces_need_what_the_page_says(caller: Caller) -> None:
+    namespace = caller.workload.namespace
+    # Nothing runs pods here: that none has a log is the API server's own answer.
+    user = caller.with_rights("logs", (JOB, PODS, LOG))
+    done = user("logs running")
+    assert (done.returncode, "no container of these pods has run yet (running-train-1-0: Pending)" in done.stderr) == (3, True)
+    done = user("bundle running")
+    assert (done.returncode, done.stdout) == (0, "running.tar.gz\n")
+    assert "missing: events: you may not list events" in done.stderr
+    checkpoints = rights_of("checkpoints JOB").needed
+    assert checkpoints == (JOB, *READER)
+    for number, left_out in enumerate(checkpoints[:3]):
+        lacking = caller.with_rights(f"lacking-{number}", tuple(each for each in checkpoints if each is not left_out))
+        done = lacking("checkpoints succeeded")
+        assert done.returncode == 3
+        if left_out.resource == "pods":
+            assert "its plan (ConfigMap succeeded-plan) is gone" in done.stderr
+        else:
+            named = Right(left_out.verb, left_out.resource, left_out.group, namespace)
+            assert f"you may not {named}; ask for a Role with this right" in done.stderr
+
+
+def test_the_pod_that_reads_a_workspace_is_admitted_and_deleted(caller: Caller) -> None:
+    kube, namespace = caller.workload.kube, caller.workload.namespace
+    kube.patch("Namespace", "", namespace, {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}})
+    plan = {"metadata": {"name": "succeeded-plan"}, "data": {"plan.json": canonical_json(a_job().plan())}}
+    kube.create("ConfigMap", namespace, plan)
+    user = caller.with_rights("checkpoints", rights_of("checkpoints JOB").needed)
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(user, "checkpoints succeeded")
+        made = wait_until(lambda: kube.list("Pod", namespace, "finetune.dev/reader"), "the pod that reads", 60)
+        # Nothing runs pods here, so this kubelet reports what one would of a claim that cannot be mounted.
+        name = made[0]["metadata"]["name"]
+        kube.patch("Pod", namespace, name, {"status": {"phase": "Failed", "message": "the claim is gone"}}, "status")
+        done = answer.result()
+    assert made[0]["metadata"]["ownerReferences"][0]["name"] == "succeeded"
+    assert done.returncode == 3
+    assert f"the pod {name}, which reads the workspace, did not do so (the claim is gone)" in done.stderr
+    wait_until(lambda: not kube.list("Pod", namespace, "finetune.dev/reader"), "its deletion", 60)
+
+
+def test_a_command_without_its_last_right_names_it(caller: Caller) -> None:
+    kube, namespace = caller.workload.kube, caller.workload.namespace
+    # The log is asked for only of a pod that has run.
+    state = {"running": {"startedAt": "2026-03-01T10:00:00Z"}}
+    ran = {"name": "trainer", "image": "", "imageID": "", "ready": True, "restartCount": 0, "state": state}
+    kube.patch("Pod", namespace, "running-train-1-0", {"status": {"containerStatuses": [ran]}}, "status")
+    refused = {}
+    users = {each: caller.with_rights(f"without-{number}", each) for number, each in enumerate(((), (JOB, PODS)))}
+    for command in READING:
+        user = users[rights_of(command).needed[:-1]]
+        done = user(command.partition(",")[0].replace("JOB", "running"))
+        refused[command] = (done.returncode, done.stderr)
+    told = "you may not {}; ask for a Role with this right (docs/rights.md lists those that each command needs)\n"
+    get, every, log = (told.format(Right(each.verb, each.resource, each.group, namespace)) for each in (JOB, JOBS, LOG))
+    assert refused == {
+        "list": (3, every),
+        "status JOB": (3, get),
+        "wait JOB": (3, get),
+        "logs JOB, of pods that exist": (3, log),
+        "explain job/JOB": (3, get),
+        "top": (3, every),
+        "cost": (3, every),
+        "compare JOB JOB": (3, get),
+        "bundle JOB": (3, get),
+    }

@@ -1,0 +1,136 @@
+"""Changes to jobs where others change them too, or where the caller may not look. tests/integration has a real API server."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from finetune_cli import change_verbs
+from finetune_cli.app import app
+from finetune_cli.cluster.errors import ClusterError
+from finetune_cli.cluster.objects import Cluster
+from finetune_cli.commands.change_jobs import MOST_CONFLICTS, fork, retry, set_suspended, submit
+from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.jobs.seen import SeenJob, seen_job
+from tests.unit.finetune_cli.jobs import objects
+from tests.unit.finetune_cli.manifests import ACCEPTED
+
+CONFLICT = ClusterError("changed", status=409)
+DENIED = ClusterError("you may not", status=403)
+
+
+class ChangedCluster(Cluster):
+    """Holds one job. `answers`: errors of the next changes."""
+
+    def __init__(self, document: dict[str, Any], *answers: ClusterError) -> None:
+        self.document, self.answers, self.sent = copy.deepcopy(document), list(answers), list[dict[str, Any]]()
+        self.namespace = "team"
+        self.others: list[str] | ClusterError = []
+        self.given_profile: dict[str, Any] | ClusterError | None = None
+
+    def job(self, name: str) -> SeenJob:
+        return seen_job(self.document)
+
+    def jobs(self, *, everywhere: bool = False, selector: str = "") -> list[SeenJob]:
+        if isinstance(self.others, ClusterError):
+            raise self.others
+        return [seen_job({**self.document, "metadata": {"name": name}}) for name in self.others]
+
+    def get(self, version: str, plural: str, name: str, namespace: str | None = None) -> dict[str, Any] | None:
+        assert (plural, name, namespace) == ("finetuneprofiles", "default", "")
+        if isinstance(self.given_profile, ClusterError):
+            raise self.given_profile
+        return self.given_profile
+
+    def send(self, method: str, path: str, body: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        self.sent.append(body)
+        if self.answers:
+            raise self.answers.pop(0)
+        return {**self.document, **body, "metadata": {**self.document["metadata"], **body.get("metadata", {})}}
+
+
+def test_somebody_who_changes_the_job_at_the_same_time_is_waited_for() -> None:
+    cluster = ChangedCluster(objects.STALLED, CONFLICT, CONFLICT)
+    cluster.document["metadata"]["resourceVersion"] = "7"
+    assert retry(cluster, "stalled", None).said == "is tried again (spec.run.retry: 1)"
+    assert len(cluster.sent) == 3
+    assert cluster.sent[0]["metadata"]["resourceVersion"] == "7"
+    with pytest.raises(ClusterError, match="others change it all the time"):
+        retry(ChangedCluster(objects.STALLED, *[CONFLICT] * MOST_CONFLICTS), "stalled", None)
+    with pytest.raises(ClusterError, match="you may not"):
+        retry(ChangedCluster(objects.STALLED, DENIED), "stalled", None)
+
+
+def test_a_change_names_one_field_alone() -> None:
+    cluster = ChangedCluster(objects.RUNNING)
+    set_suspended(cluster, "running", suspended=True)
+    assert cluster.sent == [{"spec": {"run": {"suspend": True}}}]
+
+
+def test_names_of_new_jobs_are_free_as_far_as_that_can_be_seen() -> None:
+    cluster = ChangedCluster(objects.FAILED)
+    cluster.others = ["failed", "failed-2"]
+    assert retry(cluster, "failed", None).job.name == "failed-3"
+    cluster.others = DENIED
+    assert retry(cluster, "failed", None).job.name == "failed-2"
+    assert "name: failed-2" in fork(cluster, "failed", None, [])[0]
+    assert "name: mine" in fork(cluster, "failed", "mine", [])[0]
+
+
+def test_the_profile_of_the_cluster_judges_too() -> None:
+    text = ACCEPTED.replace("    dtype: bfloat16\n", "    dtype: bfloat16\n    allowRemoteCode: true\n")
+    cluster = ChangedCluster(objects.NEW)
+    cluster.given_profile = {"spec": {"trainerImage": "t"}}
+    report, made = submit(cluster, text, "job.yaml", None)
+    assert (report.exit_code, made, cluster.sent) == (ExitCode.REFUSED, [], [])
+    for other in (DENIED, None, {"spec": {"trainerImages": []}}, {}):
+        cluster.given_profile = other
+        assert len(submit(cluster, text, "job.yaml", None)[1]) == 1, "the operator judges by a profile that may not be read"
+
+
+def test_two_namespaces_are_one_too_many() -> None:
+    text = ACCEPTED.replace("  name: tuned\n", "  name: tuned\n  namespace: team\n")
+    with pytest.raises(LocalError, match=r"metadata.namespace: team is not other of -n"):
+        submit(ChangedCluster(objects.NEW), text, "job.yaml", "other")
+    assert len(submit(ChangedCluster(objects.NEW), text, "job.yaml", "team")[1]) == 1
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> ChangedCluster:
+    """What the verbs find."""
+    made = ChangedCluster(objects.RUNNING)
+    monkeypatch.setattr("finetune_cli.cluster.objects.Cluster", lambda *_: made)
+    return made
+
+
+def test_on_a_terminal_an_end_for_good_is_confirmed(cluster: ChangedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([False, True])
+    monkeypatch.setattr(typer, "confirm", lambda *_, **__: next(answers))
+    monkeypatch.setattr(change_verbs, "_is_terminal", lambda: True)
+    assert CliRunner().invoke(app, ["cancel", "running"]).exit_code == 130
+    assert cluster.sent == []
+    assert CliRunner().invoke(app, ["cancel", "running"]).exit_code == 0
+    assert CliRunner().invoke(app, ["cancel", "running", "--yes"]).exit_code == 0
+    assert cluster.sent == [{"spec": {"run": {"cancel": True}}}] * 2
+
+
+@pytest.mark.parametrize(("document", "code"), [(objects.SUCCEEDED, 0), (objects.FAILED, 1)])
+def test_a_submitted_job_is_watched_to_its_end(
+    cluster: ChangedCluster, tmp_path: Path, document: dict[str, Any], code: int
+) -> None:
+    cluster.document = document
+    file = tmp_path / "job.yaml"
+    file.write_text(ACCEPTED)
+    done = CliRunner().invoke(app, ["submit", str(file), "--watch"])
+    assert done.exit_code == code, done.output
+    assert ": created\n" in done.stdout
+    assert f"{document['metadata']['namespace']}/{document['metadata']['name']}: " in done.stdout.partition("created\n")[2]
+    file.write_text(f"{ACCEPTED}---\n{ACCEPTED.replace('name: tuned', 'name: other')}")
+    done = CliRunner().invoke(app, ["submit", str(file), "--watch"])
+    assert (done.exit_code, "--watch follows one" in done.stderr) == (2, True)
+    assert CliRunner().invoke(app, ["submit", str(tmp_path / "none.yaml")]).exit_code == 2

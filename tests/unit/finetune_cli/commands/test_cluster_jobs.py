@@ -1,0 +1,366 @@
+"""The commands for jobs of a cluster, against an API server in memory: what each prints of each kind of job.
+
+What is to be printed is in golden/: one file for each job, and one for the commands that are about many.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import shlex
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from finetune_cli.app import app
+from finetune_job.plan.digest import canonical_json
+from tests.support.builders import a_job
+from tests.unit.finetune_cli.cluster.api_server import JOBS, PODS, ApiServer, served
+from tests.unit.finetune_cli.jobs import objects
+
+GOLDEN = Path(__file__).parent / "golden"
+CONFIG_MAPS = "/api/v1/namespaces/team/configmaps"
+EVENTS = "/api/v1/namespaces/team/events"
+PROFILES = "/apis/finetune.dev/v1alpha1/finetuneprofiles"
+ACCOUNTS = "/api/v1/namespaces/system/configmaps"
+Run = Callable[[str], Result]
+VISION = ["team", "vision", "LoRA", "", "default", "nvidia.com/gpu", "2.50"]
+SPEECH = ["other", "speech", "LoRA", "", "default", "nvidia.com/gpu", ""]
+LEDGER = {
+    "groups": [
+        {"labels": VISION, "totals": {"gpu_seconds": {"productive": 7200, "lost": 3600}}},
+        {"labels": SPEECH, "totals": {"gpu_seconds": {"waiting": 1800}}},
+    ],
+    "jobs": {"uid-2": {"labels": VISION, "gpu_seconds": {"productive": 3600}}},
+}
+HISTORY = "".join(
+    f"{json.dumps(line)}\n"
+    for line in (
+        {"step": 0, "eval_loss": 2.31},
+        *({"step": step, "loss": 2.4 - 0.02 * step} for step in range(1, 51)),
+        {"step": 50, "loss": 1.4, "eval_loss": 1.5},
+        *({"step": step, "loss": 1.4 - 0.002 * step} for step in range(51, 61)),
+        {"step": "x"},
+        {"step": 60, "loss": 1.25, "eval_loss": 1.6},
+    )
+)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    kubeconfig = tmp_path / "kubeconfig"
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
+    for module in ("inspect_jobs", "diagnose_job"):
+        monkeypatch.setattr(f"finetune_cli.commands.{module}.utc_now", lambda: objects.NOW)
+    monkeypatch.chdir(tmp_path)
+    server = ApiServer(workspace=tmp_path / "claim")
+    server.put(JOBS, *objects.ALL, objects.HOSTILE)
+    for index in (0, 1):
+        pod = objects.pod(objects.RUNNING, "train", 1, index)
+        server.put(PODS, pod)
+        server.logs[f"{PODS}/{pod['metadata']['name']}"] = f"[rank {4 * index}] loss 1.25\x1b[2J\n[rank {4 * index + 1}] ready\n"
+    ended = {"terminated": {"exitCode": 44, "reason": "Error"}}
+    server.put(PODS, objects.pod(objects.FAILED, "train", 0, 1, "Failed", **ended))
+    server.logs[f"{PODS}/failed-train-0-1"] = "[rank 4] CUDA out of memory\n[rank 5] hf_abcdefghijklmnopqrstuv\n"
+    waiting = objects.pod(objects.WAITING, "train", 0, 0, "Pending", waiting={"reason": "ContainerCreating"})
+    waiting["spec"].pop("nodeName")
+    server.put(PODS, waiting)
+    event = {
+        "metadata": {"name": "event"},
+        "type": "Warning",
+        "reason": "FailedScheduling",
+        "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+        "count": 12,
+        "lastTimestamp": "2026-03-01T11:58:00Z",
+        "involvedObject": {"kind": "Pod", "name": "waiting-train-0-0", "uid": "pod-waiting-train-0-0"},
+    }
+    server.put(EVENTS, event)
+    profile = {"metadata": {"name": "default"}, "spec": {"trainerImage": "trainer:1", "gpu": {"pricePerHour": "2.50"}}}
+    server.put(PROFILES, profile)
+    with served(server, kubeconfig):
+        yield server
+
+
+@pytest.fixture
+def run(server: ApiServer) -> Run:
+    return lambda line: CliRunner().invoke(app, shlex.split(line))
+
+
+def give_workspace(server: ApiServer, name: str) -> Path:
+    """The frozen plan of a job, and its folder on the claim."""
+    plan = a_job().plan()
+    server.put(CONFIG_MAPS, {"metadata": {"name": f"{name}-plan"}, "data": {"plan.json": canonical_json(plan)}})
+    folder = server.workspace / plan.workspace.path
+    (folder / "logs/train-0").mkdir(parents=True)
+    (folder / "checkpoints").mkdir()
+    return folder
+
+
+def session(run: Run, lines: list[str]) -> str:
+    """Each command with its exit code and what it printed."""
+    texts = []
+    for line in lines:
+        done = run(line)
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        texts.append(f"$ finetune {line}\n{done.output}[exit {done.exit_code}]\n")
+    return "\n".join(texts)
+
+
+def check_golden(name: str, found: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(found)
+    assert (GOLDEN / name).read_text() == found, f"if this is right, copy {tmp_path / name} to {GOLDEN}"
+
+
+@pytest.mark.parametrize("name", ["succeeded", "running", "failed", "stalled", "waiting", "new", "hostile", "missing"])
+def test_what_is_printed_of_one_job(run: Run, tmp_path: Path, name: str) -> None:
+    lines = [
+        f"status {name}",
+        f"explain job/{name}",
+        f"wait {name} --timeout 0",
+        f"logs {name}",
+        f"checkpoints {name}",
+        f"compare {name} succeeded",
+        f"bundle {name}",
+    ]
+    found = session(run, lines)
+    assert "\x1b" not in found
+    assert "\u202e" not in found
+    check_golden(f"{name}.txt", found, tmp_path)
+
+
+def test_what_is_printed_of_many_jobs(run: Run, server: ApiServer, tmp_path: Path) -> None:
+    before = session(
+        run,
+        [
+            "list",
+            "list -A -l finetune.dev/team=vision",
+            "list -l finetune.dev/team=x",
+            "top",
+            "cost",
+            "cost --by label:finetune.dev/team",
+        ],
+    )
+    content = base64.b64encode(zlib.compress(json.dumps(LEDGER).encode())).decode()
+    accounts = {
+        "metadata": {"name": "a-accounts", "labels": {"finetune.dev/accounts": "true"}},
+        "binaryData": {"accounts.json.z": content},
+    }
+    server.put(ACCOUNTS, accounts)
+    after = session(
+        run, ["cost", "cost -A", "cost --by profile -A", "cost --by colour", "wait running --for colour", "logs running --rank 8"]
+    )
+    check_golden("many.txt", f"{before}\n{after}", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["succeeded", "running", "failed", "stalled", "new", "hostile"])
+def test_every_answer_is_data_too(run: Run, name: str) -> None:
+    for line in (
+        f"status {name}",
+        f"explain job/{name}",
+        f"wait {name} --timeout 0",
+        f"compare {name} new",
+        "list",
+        "top",
+        "cost",
+    ):
+        done = run(f"{line} -o json")
+        assert json.loads(done.stdout), line
+        assert done.stdout.replace("\n", "").isprintable()
+    status = json.loads(run(f"status {name} -o json").stdout)
+    assert (status["namespace"], status["name"]) == ("team", name)
+
+
+def test_a_pod_reads_logs_and_checkpoints_of_pods_that_are_gone(run: Run, server: ApiServer, tmp_path: Path) -> None:
+    folder = give_workspace(server, "succeeded")
+    (folder / "logs/train-0/rank-00000.log").write_text("loss 2.4\nloss 1.2\x1b[2J\n")
+    (folder / "logs/train-0/rank-00005.log").write_text("ready\n")
+    (folder / "logs/train-0/out.log").symlink_to("/etc/passwd")
+    (folder / "history.jsonl").write_text(HISTORY)
+    for step, complete in ((50, True), (60, True), (70, False)):
+        checkpoint = folder / f"checkpoints/step-{step:010d}"
+        checkpoint.mkdir()
+        (checkpoint / "rank-00000.safetensors").write_bytes(b"0" * (1 << 20))
+        if complete:
+            (checkpoint / "manifest.json").write_text("{}")
+    (folder / "checkpoints/latest").write_text("step-0000000060")
+    asked = ["", "--rank 0 --tail 1", "--rank 1", "--stage merge", "--failed", "--since 10m"]
+    lines = [
+        *(f"logs succeeded {each}".strip() for each in asked),
+        "checkpoints succeeded",
+        "checkpoints succeeded -o json",
+        "status succeeded --curve",
+    ]
+    check_golden("workspace.txt", session(run, lines), tmp_path)
+    assert [path for path in server.objects if "reader" in path] == [], "every reader pod is deleted"
+
+
+def test_a_reader_pod_is_one_that_a_restricted_namespace_admits(
+    run: Run, server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_workspace(server, "succeeded")
+    made = []
+    create = server._create
+    monkeypatch.setattr(
+        server, "_create", lambda path, document: (made.append(json.loads(json.dumps(document))), create(path, document))
+    )
+    run("checkpoints succeeded")
+    (pod,) = made
+    spec = pod["spec"]
+    (container,) = spec["containers"]
+    assert pod["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
+    assert "finetune.dev/job-uid" not in pod["metadata"]["labels"], "no policy, account or operator may take it for the run's"
+    assert (spec["activeDeadlineSeconds"], spec["automountServiceAccountToken"], spec["restartPolicy"]) == (300, False, "Never")
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert container["image"].startswith("registry.example/trainer@sha256:")
+    assert container["volumeMounts"][0]["readOnly"] is True
+
+
+def test_a_reader_pod_that_cannot_run_is_said_and_deleted(run: Run, server: ApiServer) -> None:
+    give_workspace(server, "succeeded")
+    server.runs_pods = False
+    done = run("checkpoints succeeded")
+    assert done.exit_code == 3
+    assert "did not do so (Error: no such claim)" in done.output
+    assert [path for path in server.objects if "reader" in path] == []
+    server.denied = {("create", "pods")}
+    done = run("checkpoints succeeded")
+    assert "you may not create pods in the namespace team" in done.output
+    server.denied = {("delete", "pods")}
+    done = run("checkpoints succeeded")
+    assert "delete what was left: /api/v1/namespaces/team/pods/finetune-reader-" in done.output
+
+
+def test_followed_logs_of_all_pods_are_printed_until_they_end(run: Run) -> None:
+    done = run("logs running -f")
+    assert sorted(done.output.splitlines()) == [
+        "[running-train-1-0] [rank 0] loss 1.25\\x1b[2J",
+        "[running-train-1-0] [rank 1] ready",
+        "[running-train-1-1] [rank 4] loss 1.25\\x1b[2J",
+        "[running-train-1-1] [rank 5] ready",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("denied", "line", "code", "said"),
+    [
+        (("list", "finetunejobs"), "list", 3, "you may not list finetunejobs.finetune.dev in the namespace team"),
+        (("get", "finetunejobs"), "status running", 3, "you may not get finetunejobs.finetune.dev in the namespace team"),
+        (("list", "pods"), "logs running", 3, "you may not list pods in the namespace team"),
+        (("get", "pods/log"), "logs running", 3, "you may not get pods/log in the namespace team"),
+        (("get", "configmaps"), "checkpoints running", 3, "you may not get configmaps in the namespace team"),
+        (("list", "pods"), "explain job/waiting", 0, "unseen: its pods: you may not list pods in the namespace team"),
+        (("list", "events"), "explain job/waiting", 0, "unseen: its events: you may not list events in the namespace team"),
+        (("list", "configmaps"), "cost", 0, "accounts were not read: you may not list configmaps in the whole cluster"),
+        (("get", "pods/log"), "bundle running", 0, "missing: log of running-train-1-0: you may not get pods/log"),
+    ],
+)  # fmt: skip
+def test_a_missing_right_is_named(run: Run, server: ApiServer, denied: tuple[str, str], line: str, code: int, said: str) -> None:
+    server.denied = {denied}
+    done = run(line)
+    assert (done.exit_code, said in " ".join(done.output.split())) == (code, True), done.output
+
+
+def test_a_bundle_holds_what_is_known_and_no_secret(run: Run, tmp_path: Path) -> None:
+    assert run("bundle failed -o bundle.tar.gz").exit_code == 0
+    with tarfile.open(tmp_path / "bundle.tar.gz") as archive:
+        texts = {entry.name: archive.extractfile(entry).read().decode() for entry in archive}
+    assert sorted(texts) == [
+        f"failed/{name}"
+        for name in ("diagnosis.txt", "events.txt", "job.json", "logs/failed-train-0-1.log", "missing.txt",
+                     "pods/failed-train-0-1.json", "profile.json", "status.txt")
+    ]  # fmt: skip
+    assert json.loads(texts["failed/job.json"])["spec"] == objects.FAILED["spec"]
+    assert json.loads(texts["failed/pods/failed-train-0-1.json"])["spec"]["containers"][0]["env"] == [
+        {"name": "TOKEN", "value": "(redacted)"}
+    ]
+    assert texts["failed/logs/failed-train-0-1.log"] == "[rank 4] CUDA out of memory\n[rank 5] (redacted)\n"
+    assert "hunter2" not in "".join(texts.values())
+    again = run("bundle failed -o bundle.tar.gz")
+    assert (again.exit_code, again.output) == (2, "bundle.tar.gz exists already; name another file with --output\n")
+
+
+def test_a_local_run_is_asked_for_by_an_option(run: Run, tmp_path: Path, server: ApiServer) -> None:
+    server.asked.clear()
+    for line in ("list --local", "status", "list --claims elsewhere"):
+        done = run(line)
+        assert (done.exit_code, "no job was run below" in done.output) == (0, True)
+    done = run("status running --local")
+    assert (done.exit_code, done.output) == (
+        2,
+        "running: no such run below runs/claims; `finetune list --local` lists those that there are\n",
+    )
+    assert server.asked == []
+
+
+def after_requests(server: ApiServer, monkeypatch: pytest.MonkeyPatch, changes: list[Callable[[], object]]) -> None:
+    """Each change is made after one more request, the first one after the first."""
+    monkeypatch.setattr("finetune_cli.commands.follow.POLL_SECONDS", 0.0)
+    answer, waiting = server.answer, list(changes)
+
+    def answer_and_change(method: str, target: str, body: bytes) -> tuple[int, str]:
+        found = answer(method, target, body)
+        if waiting:
+            waiting.pop(0)()
+        return found
+
+    monkeypatch.setattr(server, "answer", answer_and_change)
+
+
+def with_version(document: objects.Document, version: str, **progress: object) -> objects.Document:
+    changed = copy.deepcopy(document)
+    changed["metadata"]["resourceVersion"] = version
+    changed["status"]["progress"] |= progress
+    return changed
+
+
+def test_a_watched_list_prints_each_job_that_changes(run: Run, server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = [
+        lambda: server.put(JOBS, with_version(objects.RUNNING, "2", step=61)),
+        lambda: server.fails.update({JOBS: 1}),
+        lambda: None,
+        lambda: server.denied.add(("list", "finetunejobs")),
+    ]
+    after_requests(server, monkeypatch, changes)
+    done = run("list -w")
+    assert done.exit_code == 3
+    first, *rest = done.stdout.splitlines()
+    assert first.startswith("NAME ")
+    assert [line.split()[:4] for line in rest[7:]] == [["running", "Running", "train", "61/200"]]
+    assert "503" in done.stderr.splitlines()[0]
+    assert done.stderr.splitlines()[0].endswith("; trying again")
+    assert "you may not list finetunejobs" in done.stderr.splitlines()[1]
+
+
+def test_a_watched_status_draws_the_losses_until_the_job_has_ended(
+    run: Run, server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = copy.deepcopy(objects.SUCCEEDED)
+    ended["metadata"] |= {"name": "running", "resourceVersion": "4"}
+    changes = [
+        lambda: server.put(JOBS, with_version(objects.RUNNING, "2", step=61, loss="1.0")),
+        lambda: None,
+        lambda: server.put(JOBS, ended),
+    ]
+    after_requests(server, monkeypatch, changes)
+    done = run("status running -w")
+    assert done.exit_code == 0
+    steps = [line.split()[2] for line in done.stdout.splitlines() if line.startswith("    steps:")]
+    curves = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("    curve:")]
+    assert steps == ["60/200", "61/200", "100/100"]
+    assert [curve[0] for curve in curves] == ["▁", "█▁", "█▄▁"]
+
+
+def test_ctrl_c_ends_a_command_without_a_word(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("finetune_cli.commands.follow.outcome", interrupted)
+    done = run("wait running")
+    assert (done.exit_code, done.output) == (130, "")

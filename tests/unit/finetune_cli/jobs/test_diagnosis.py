@@ -1,0 +1,178 @@
+"""What is said to be the matter with a job, and the patches for a new one: each is accepted by the rules."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shlex
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from finetune_cli.checks.validate import validate_files
+from finetune_cli.jobs.diagnosis import Diagnosis, diagnose
+from finetune_cli.jobs.next_manifest import fork_of, parse_change
+from finetune_cli.jobs.patches import merge_patch, patch_for
+from finetune_cli.jobs.seen import seen_event, seen_job, seen_pod
+from finetune_job.failures import FailureClass
+from tests.unit.finetune_cli.jobs import objects
+
+Document = dict[str, Any]
+
+
+def failed_with(failure: str, hint: str = "", **training: Any) -> Document:
+    document = copy.deepcopy(objects.FAILED)
+    document["spec"]["training"] |= training
+    document["status"]["attempts"][-1] |= {"failure": failure, "hint": hint, "message": f"it was {failure}", "evidence": []}
+    return document
+
+
+def applied(document: Document, patch: Document) -> Document:
+    """RFC 7396."""
+    result = dict(document)
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = applied(result.get(key) or {}, value) if isinstance(value, dict) else value
+    return result
+
+
+@pytest.mark.parametrize("failure", list(FailureClass))
+def test_every_failure_class_has_a_reason_an_advice_and_a_patch_that_is_accepted(failure: FailureClass) -> None:
+    document = failed_with(failure)
+    found = diagnose(seen_job(document), objects.NOW)
+    assert f"it was {failure}" in found.reason
+    assert len(found.reason) > len(f"train failed: it was {failure}. ") + 10, "the class's meaning is told"
+    assert found.word == failure
+    assert found.advice[-1].startswith("A job that has failed stays failed")
+    # Nothing is advised where a queue or a node took the pod: the job is tried again by itself.
+    assert len(found.advice) > 1
+    # The command is run as a shell would, up to what goes to the cluster.
+    (command,) = found.commands
+    fork, submit = (shlex.split(each) for each in command.split(" | "))
+    assert (fork[:5], submit) == (["finetune", "fork", "failed", "-n", "team"], ["finetune", "submit", "-"])
+    changes = [parse_change(each) for each in fork[5:] if each != "--set"]
+    made = fork_of(document, "failed-2", changes)
+    assert validate_files([("job", json.dumps(made))]).exit_code == 0
+    unchanged = fork_of(document, "failed-2", [])
+    assert made == applied(unchanged, found.patch or {}), "the patch and the command say the same"
+
+
+@pytest.mark.parametrize(
+    ("failure", "training", "patch"),
+    [
+        ("DeviceOutOfMemory", {"microBatchSize": 4}, {"microBatchSize": 2}),
+        ("DeviceOutOfMemory", {"microBatchSize": 5}, {"microBatchSize": 1}),
+        ("DeviceOutOfMemory", {"microBatchSize": 1}, {"activationCheckpointing": "Full"}),
+        ("DeviceOutOfMemory", {"microBatchSize": 1, "activationCheckpointing": "Full"}, None),
+        ("DeviceOutOfMemory", {"microBatchSize": "4", "activationCheckpointing": "Full"}, None),
+        ("NonFinite", {"learningRate": "2e-4"}, {"learningRate": "0.0001"}),
+        ("NonFinite", {"learningRate": "much"}, None),
+        ("Stalled", {"stepTimeoutSeconds": 600}, {"stepTimeoutSeconds": 1200}),
+        ("Stalled", {"stepTimeoutSeconds": 86_400}, None),
+        ("UserData", {}, None),
+    ],
+)  # fmt: skip
+def test_a_patch_changes_what_can_help(failure: str, training: Document, patch: Document | None) -> None:
+    job = seen_job(failed_with(failure, **training))
+    assert patch_for(FailureClass(failure), job) == (None if patch is None else {"spec": {"training": patch}})
+
+
+def test_a_patch_starts_from_what_the_plan_chose() -> None:
+    document = failed_with("DeviceOutOfMemory")
+    del document["spec"]["training"]["microBatchSize"]
+    document["status"]["plan"] = {"hash": "a", "choices": [{"field": "spec.training.microBatchSize", "value": "8"}]}
+    assert patch_for(FailureClass.DEVICE_OUT_OF_MEMORY, seen_job(document)) == {"spec": {"training": {"microBatchSize": 4}}}
+    document["status"]["plan"]["choices"][0]["value"] = "{"
+    assert patch_for(FailureClass.DEVICE_OUT_OF_MEMORY, seen_job(document)) == {
+        "spec": {"training": {"activationCheckpointing": "Full"}}
+    }
+
+
+def test_a_container_s_own_hint_comes_before_the_table_s() -> None:
+    assert diagnose(seen_job(failed_with("UserData", hint="Rename the column.")), objects.NOW).advice[0] == "Rename the column."
+    assert "spec.data.source" in diagnose(seen_job(failed_with("UserData")), objects.NOW).advice[0]
+
+
+def with_conditions(*conditions: Document, done: int = 3, **status: Any) -> Document:
+    document = copy.deepcopy(objects.WAITING)
+    document["status"] |= {"conditions": objects.stages(done, *conditions), **status}
+    return document
+
+
+def waits(reason: str, message: str = "") -> Document:
+    return with_conditions(objects.condition("Trained", "Unknown", reason, message))
+
+
+def ended(reason: str, message: str = "") -> Document:
+    conditions = (objects.condition("Succeeded", "False", reason, message), objects.condition("Finished", "True", reason))
+    return with_conditions(*conditions)
+
+
+SUSPENDED = with_conditions(objects.condition("Suspended", "True", "SuspendedByUser"))
+PLAN_LOST = with_conditions(objects.condition("Stalled", "True", "PlanLost", "gone."))
+
+
+@pytest.mark.parametrize(
+    ("document", "reason", "advice"),
+    [
+        (SUSPENDED, "spec.run.suspend is true", "finetune resume waiting -n team"),
+        (waits("Unschedulable", "0/3 nodes"), "No node has room", "the job wants 2 pods"),
+        (waits("ImagePullFailed", "no such tag"), "no such tag", "Check the image of the profile"),
+        (waits("MountFailed", "no Secret"), "no Secret", "Create the volume, Secret"),
+        (waits("CreateRefused", "exceeded quota"), "exceeded quota", "Have the policy"),
+        (waits("WaitingInLine"), "maxActiveJobs", "when an earlier one of this namespace"),
+        (waits("BlockedOnNode"), "on a node that does not answer", "Look at the node"),
+        (waits("WaitingForSource"), "does not answer", "can be reached from the cluster"),
+        (PLAN_LOST, "is gone or holds other content. gone.", "finetune retry waiting -n team"),
+        (ended("Cancelled"), "spec.run.cancel is true", "finetune fork waiting -n team | finetune submit -"),
+        (ended("ActiveDeadlineExceeded", "6 h"), "The job was active for longer", "A job that has failed stays failed"),
+    ],
+)
+def test_each_state_has_its_reason_and_its_advice(document: Document, reason: str, advice: str) -> None:
+    found = diagnose(seen_job(document), objects.NOW)
+    assert reason in found.reason
+    assert advice in " ".join((*found.advice, *found.commands))
+
+
+def test_a_training_that_is_silent_is_said_to_be() -> None:
+    job = seen_job(objects.RUNNING)
+    assert diagnose(job, objects.NOW) == Diagnosis()
+    assert diagnose(job, objects.NOW + timedelta(minutes=30)).reason == "No new step was seen for 31m00s."
+    assert diagnose(seen_job(objects.SUCCEEDED), objects.NOW + timedelta(days=1)) == Diagnosis()
+
+
+def test_pods_and_events_are_evidence() -> None:
+    waiting = seen_pod(
+        objects.pod(objects.WAITING, "train", 0, 0, "Pending", waiting={"reason": "ErrImagePull", "message": "no"})
+    )
+    unplaced = objects.pod(objects.WAITING, "train", 0, 1, "Pending", waiting={"reason": "ContainerCreating"})
+    del unplaced["spec"]["nodeName"]
+    unplaced["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes"}]
+    event = {"type": "Warning", "reason": "BackOff", "message": "again", "involvedObject": {"kind": "Pod", "name": "a"}}
+    normal = {**event, "type": "Normal"}
+    events = [seen_event(each) for each in (event, normal)]
+    found = diagnose(seen_job(objects.WAITING), objects.NOW, [waiting, seen_pod(unplaced)], events)
+    assert found.evidence == (
+        "waiting-train-0-0 waits: ErrImagePull: no",
+        "waiting-train-0-1 has no node: 0/3 nodes",
+        "event of Pod/a: BackOff: again",
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "patch"),
+    [
+        ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}, {"a": {"c": 3}}),
+        ({"a": 1, "b": 2}, {"b": 2}, {"a": None}),
+        ({"a": 1}, {"a": True}, {"a": True}),
+        ({"a": [1, 2]}, {"a": [1]}, {"a": [1]}),
+        ({"a": {"b": 1}}, {"a": 3}, {"a": 3}),
+        ({"a": {"b": 1}}, {"a": {"b": 1}}, {}),
+    ],
+)
+def test_a_merge_patch_makes_the_one_of_the_other(before: Document, after: Document, patch: Document) -> None:
+    assert merge_patch(before, after) == patch
+    assert applied(before, patch) == after

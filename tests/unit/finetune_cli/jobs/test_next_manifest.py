@@ -1,0 +1,112 @@
+"""Manifests made from jobs: their names, what they keep, where their results go, and changes as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune_cli.exit_codes import LocalError
+from finetune_cli.jobs.next_manifest import copy_of, fork_of, next_name, other_destination, parse_change
+from finetune_job.finding import FieldChange
+
+JOB = {
+    "apiVersion": "finetune.dev/v1alpha1",
+    "kind": "FineTuneJob",
+    "metadata": {"name": "tune", "namespace": "team", "uid": "u", "labels": {"a": "b"}, "managedFields": [{}], "generation": 3},
+    "spec": {
+        "model": {"source": "pvc://models/base"},
+        "output": {"destination": "pvc://results/tune"},
+        "run": {"suspend": True, "cancel": True, "retry": 4, "maxRestarts": 1},
+    },
+    "status": {"phase": "Failed"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "taken", "expected"),
+    [
+        ("tune", [], "tune-2"),
+        ("tune", ["tune-2", "tune-3"], "tune-4"),
+        ("tune-2", ["tune-2"], "tune-3"),
+        ("llama-3-8b", [], "llama-3-8b-2"),
+        ("a" * 63, [], "a" * 61 + "-2"),
+        ("a" * 61 + "-9", [], "a" * 60 + "-10"),
+        ("a" * 60 + "-bc", [], "a" * 60 + "-2"),
+    ],
+)
+def test_the_next_name_is_free_and_short_enough(name: str, taken: list[str], expected: str) -> None:
+    assert next_name(name, taken) == expected
+    assert len(expected) <= 63
+
+
+def test_a_copy_keeps_spec_and_labels_and_nothing_of_the_run() -> None:
+    made = copy_of(JOB, "tune-2")
+    assert made == {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "metadata": {"name": "tune-2", "labels": {"a": "b"}},
+        "spec": {
+            "model": {"source": "pvc://models/base"},
+            "output": {"destination": "pvc://results/tune"},
+            "run": {"maxRestarts": 1},
+        },
+    }
+    assert JOB["spec"]["run"]["suspend"] is True, "the job that was read stays as it was"
+
+
+@pytest.mark.parametrize(
+    ("destination", "expected"),
+    [
+        ("pvc://results/tune", "pvc://results/tune-2"),
+        ("pvc://results/team/old/", "pvc://results/team/tune-2"),
+        ("pvc://results", "pvc://results/tune-2"),
+        ("s3://bucket", "s3://bucket/tune-2"),
+        ("hf://org/model", "hf://org/model-tune-2"),
+        ("oci://registry.example:5000/team/model:v1", "oci://registry.example:5000/team/model:v1-tune-2"),
+        ("oci://registry.example:5000/team/model", "oci://registry.example:5000/team/model:tune-2"),
+    ],
+)
+def test_results_of_a_fork_go_to_a_place_of_their_own(destination: str, expected: str) -> None:
+    assert other_destination(destination, "tune-2") == expected
+
+
+def test_a_fork_has_its_changes_and_leaves_a_named_destination_alone() -> None:
+    changes = [parse_change("training.maxSteps=20"), parse_change("output.destination=pvc://results/here")]
+    made = fork_of(JOB, "next", changes)
+    assert made["spec"]["training"] == {"maxSteps": 20}
+    assert made["spec"]["output"] == {"destination": "pvc://results/here"}
+    assert fork_of(JOB, "next", [parse_change("run.maxRestarts=")])["spec"]["run"] == {}
+    assert fork_of(JOB, "next", [])["spec"]["output"] == {"destination": "pvc://results/next"}
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "value"),
+    [
+        ("training.maxSteps=20", "spec.training.maxSteps", 20),
+        ("spec.training.learningRate=1e-5", "spec.training.learningRate", "1e-5"),
+        ("training.learningRate=0.001", "spec.training.learningRate", "0.001"),
+        ("model.revision=1234567890123456789012345678901234567890", "spec.model.revision", "1234567890" * 4),
+        ("merge.enabled=false", "spec.merge.enabled", False),
+        ("method.lora.targetModules=[q_proj, v_proj]", "spec.method.lora.targetModules", ["q_proj", "v_proj"]),
+        ("method.lora.rankPattern.q_proj=4", "spec.method.lora.rankPattern.q_proj", 4),
+        ("metadata.labels.tier=test", "metadata.labels.tier", "test"),
+        ("training.epochs=", "spec.training.epochs", None),
+    ],
+)
+def test_a_change_has_the_type_of_its_field(text: str, path: str, value: object) -> None:
+    assert parse_change(text) == FieldChange(field=path, value=value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("training.maxSteps", "is not PATH=VALUE"),
+        ("training.maxStep=3", "no field spec.training.maxStep; `finetune explain spec.training.maxStep`"),
+        ("metadata.name=x", "no field metadata.name"),
+        ("training.maxSteps=[", "is not YAML"),
+        ("method.lora.targetModules=" + "[" * 5000, "is not YAML"),
+        ("method.lora.targetModules=" + "a" * 70_000, "more than 65536 characters"),
+    ],
+)
+def test_a_change_that_cannot_be_read_is_named(text: str, words: str) -> None:
+    with pytest.raises(LocalError, match=words):
+        parse_change(text)
