@@ -1,6 +1,8 @@
 """What is told of a job's records, files and places before anything heavy is imported, and what `finetune data` shows."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
