@@ -79,6 +79,10 @@ def test_it_ends_with_a_verified_model_that_needs_no_peft(undisturbed: tuple[Pat
     verification = json.loads((result / "verification.json").read_text())
     assert verification["passed"] is True
     assert str(result / "merged") in output.replace("\n", "")
+    assert (result / "report.html").read_text().count("<dt>Tuned model</dt>") == 3
+    assert str(result / "report.html") in output.replace("\n", "")
+    (events,) = (claims / "workspace").glob("*/trackers/tensorboard/events.out.tfevents.*")
+    assert b"learning_rate" in events.read_bytes()
     history = next((claims / "workspace").glob("*/history.jsonl")).read_text()
     losses = [line["eval_loss"] for line in map(json.loads, history.splitlines()) if line.get("eval_loss") is not None]
     assert losses[-1] < 0.9 * losses[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -180,14 +181,23 @@ def training_history(lines: Sequence[Mapping[str, Any]]) -> TrainingHistory:
     peaks = [line["peak_memory_bytes"] for line in kept if isinstance(line.get("peak_memory_bytes"), int)]
     return TrainingHistory(
         points,
-        sum(line.get("tokens", 0) for line in kept),
-        sum(line.get("supervised_tokens", 0) for line in kept),
+        _sum(kept, "tokens"),
+        _sum(kept, "supervised_tokens"),
         max(peaks, default=None),
     )
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    try:
+        found = float(value) if isinstance(value, int | float) else math.inf
+    except OverflowError:  # a whole number beyond all others
+        return None
+    # The trainer writes no others.
+    return found if math.isfinite(found) else None
+
+
+def _sum(lines: Sequence[Mapping[str, Any]], name: str) -> int:
+    return sum(line[name] for line in lines if isinstance(line.get(name), int))
 
 
 def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:

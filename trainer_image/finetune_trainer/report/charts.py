@@ -151,6 +151,8 @@ def describe(series: Series) -> str:
 
 def number(value: float) -> str:
     """Short, for axes."""
+    if not math.isfinite(value):
+        return str(value)
     if value and (abs(value) < 1e-3 or abs(value) >= 1e6):
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}"

@@ -40,6 +40,8 @@ from finetune_trainer.report.timeline import Timeline, TrainingAttempt
 
 MAX_TEXT, MAX_LONG_TEXT = 300, 1000
 """Characters of any text on the page, and of prompts and answers. With MAX_ROWS they keep it below a megabyte."""
+MOST_NUMBER = 1 << 62
+"""Of seconds and bytes: what is beyond has been written by nobody who measured it, and is left out."""
 MAX_ROWS = 30
 """Of any table: attempts, sources, settings."""
 _HIDDEN = re.compile(
@@ -204,8 +206,10 @@ def time_rows(timeline: Timeline) -> list[tuple[str, str, float]]:
 
 def memory(facts: RunFacts, timeline: Timeline) -> dict[str, Any] | None:
     """Estimate, measured peak and limit of a rank; None if neither of the first two is known."""
-    terms = timeline.preflight.memory if timeline.preflight is not None else {}
+    found = timeline.preflight.memory if timeline.preflight is not None else {}
+    terms = {name: size for name, size in found.items() if 0 < size < MOST_NUMBER}
     estimate, peak, limit = sum(terms.values()), facts.history.peak_memory_bytes, limit_of(facts.plan)
+    peak = peak if peak is not None and peak < MOST_NUMBER else None
     if not estimate and peak is None:
         return None
     return {
@@ -214,7 +218,7 @@ def memory(facts: RunFacts, timeline: Timeline) -> dict[str, Any] | None:
         "share": f"{peak / estimate:.0%}" if peak is not None and estimate else "",
         "limit": format_bytes(limit.bytes) if limit is not None else "",
         "limit_source": limit.source if limit is not None else "",
-        "terms": [(name, format_bytes(size), size / estimate) for name, size in terms.items() if size > 0][:MAX_ROWS],
+        "terms": [(name, format_bytes(size), size / estimate) for name, size in terms.items()][:MAX_ROWS],
     }
 
 
@@ -265,6 +269,8 @@ def provenance(facts: RunFacts) -> list[tuple[str, str]]:
 
 def duration(seconds: float) -> str:
     """For people: 1 h 05 min, 3 min 20 s, 4.2 s."""
+    if not 0 <= seconds < MOST_NUMBER:
+        return "not known"
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

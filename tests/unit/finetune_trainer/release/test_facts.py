@@ -41,6 +41,17 @@ def test_a_history_without_numbers_has_no_losses():
     assert (found.tokens, found.supervised_tokens) == (0, 0)
 
 
+def test_numbers_that_no_trainer_writes_are_left_out():
+    lines = [
+        {"step": 1, "loss": 10**400, "eval_loss": float("nan"), "tokens": "many"},
+        {"step": 2, "loss": float("inf"), "tokens": 5, "peak_memory_bytes": 7, "gradient_norm": 0.5},
+        {"step": 3, "peak_memory_bytes": 6},
+    ]
+    found = training_history(lines)
+    assert (found.losses, found.evaluations, found.tokens, found.peak_memory_bytes) == ([], [], 5, 7)
+    assert [point.gradient_norm for point in found.points] == [None, 0.5, None]
+
+
 def test_sources_carry_their_commits_and_digests(tmp_path):
     facts = example(tmp_path, FROM_HUB).facts()
     (source,) = facts.sources

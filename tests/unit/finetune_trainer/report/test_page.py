@@ -234,7 +234,8 @@ def test_a_failed_verification_and_a_loss_that_rises_again_are_told(made: tuple[
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(4.21, "4.2 s"), (200, "3 min 20 s"), (3900, "1 h 05 min"), (360_000, "100 h 00 min")]
+    ("seconds", "text"),
+    [(4.21, "4.2 s"), (200, "3 min 20 s"), (3900, "1 h 05 min"), (360_000, "100 h 00 min"), (float("nan"), "not known")],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -387,6 +388,25 @@ def test_no_text_of_a_stranger_is_markup_and_none_hides(made: tuple[RunFacts, Ti
     assert not re.search("[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]", html)
     visible = "".join(text for within, text in page.texts if within == "pre")
     assert shown(text).replace("\r", "\n").strip() in visible.replace("\r", "\n")
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1e300, 1e300])
+def test_no_number_of_a_stranger_ends_the_run(made: tuple[RunFacts, Timeline], number: float) -> None:
+    whole = 10**400
+    points = (Point(0, None, number), Point(5, number, 1.0, number, number, number), Point(10, 1.0, number))
+    facts = dataclasses.replace(made[0], history=TrainingHistory(points, whole, whole, whole))
+    report = made[1].preflight
+    assert report is not None
+    seen = Timeline(
+        (TrainingAttempt(0, number, number, 0, whole, whole, "finished"),) * 2,
+        GoodputTotals(number, {Cause.OTHER: number}),
+        report.model_copy(
+            update={"memory": {"weights": whole, "activations": -1, "a": 1 << 30}, "record_lengths": {whole: whole}}
+        ),
+    )
+    page = Page(report_page(facts, seen, ANSWERS))
+    check_markup(page)
+    assert "Estimated before the start: 1.0 GiB for the fullest rank. The peak was not measured." in page.text
 
 
 @pytest.mark.parametrize("text", ["<" * 5000, "\U0001f600" * 5000, "&amp;" * 3000])
