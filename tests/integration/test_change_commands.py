@@ -26,6 +26,12 @@ spec:
   output: {destination: "pvc://results/submitted"}
   workspace: {claimName: workspace}
 """
+PROFILE = """\
+apiVersion: finetune.dev/v1alpha1
+kind: FineTuneProfile
+metadata: {name: x}
+spec: {trainerImage: t}
+"""
 
 
 def found(caller: Caller, name: str) -> Document:
@@ -68,7 +74,7 @@ def test_a_manifest_is_judged_and_created_and_a_conflict_is_told(caller: Caller,
     done = call("submit bad.yaml -o json")
     assert (done.returncode, json.loads(done.stdout)["accepted"]) == (2, False)
     assert caller.workload.kube.get("FineTuneJob", namespace, "bad") is None
-    (tmp_path / "none.yaml").write_text("apiVersion: v1\nkind: Secret\nmetadata: {name: x}\n")
+    (tmp_path / "none.yaml").write_text(PROFILE)
     done = call("submit none.yaml")
     assert (done.returncode, "holds no FineTuneJob" in done.stderr) == (2, True)
     done = call("submit job.yaml -n elsewhere")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 from urllib.parse import urlencode
@@ -134,16 +135,21 @@ class ClusterClient:
             status = cause.status_code if isinstance(cause, WebSocketBadStatusException) else None
             why = f"the API server answered {status}" if status else str(cause)[:_SHOWN]
             raise RequestError(f"no program can be run in the pod {pod}: {why}", status) from error
-        said = b""
+        said, heard = b"", time.monotonic()
         try:
             while process.is_open():
                 process.update(timeout=silence_seconds)
                 chunk, more = process.read_channel(STDOUT_CHANNEL), process.read_channel(STDERR_CHANNEL)
                 said = (said + more)[-_SHOWN:]
-                if chunk:
-                    yield chunk
-                elif not more and process.is_open():
+                if chunk or more:
+                    heard = time.monotonic()
+                    yield from [chunk] if chunk else []
+                elif time.monotonic() - heard >= silence_seconds:
                     raise RequestError(f"the program in the pod {pod} says nothing for {silence_seconds:g} s")
+            # What came while another channel was read.
+            rest, more = process.read_channel(STDOUT_CHANNEL), process.read_channel(STDERR_CHANNEL)
+            said = (said + more)[-_SHOWN:]
+            yield from [rest] if rest else []
             ended = process.read_channel(ERROR_CHANNEL)
         except (WebSocketException, OSError) as error:
             raise RequestError(f"the connection to the pod {pod} broke off: {error}") from error

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from finetune_cli.cluster.errors import ClusterError
 from finetune_cli.cluster.objects import Cluster, collection
 from finetune_cli.jobs.seen import SeenPod
+from finetune_operator.children.pod_template import CONTAINER_NAME
 
 MOST_FOLLOWED = 64
 """Pods whose logs are followed at once, a connection each."""
@@ -19,7 +20,8 @@ _MOST_WAITING = 10_000
 def pod_lines(cluster: Cluster, namespace: str, pod: SeenPod, query: Mapping[str, str], *, follow: bool) -> Iterator[str]:
     """Lines of the log of one pod. Raises ClusterError."""
     path = f"{collection('v1', 'pods', namespace)}/{pod.name}/log"
-    asked = {**query, **({"follow": "true"} if follow else {})}
+    # Meshes and the like put containers of their own into pods.
+    asked = {"container": CONTAINER_NAME, **query, **({"follow": "true"} if follow else {})}
     # A followed log is silent as long as its pod is.
     yield from cluster.lines(path, asked, None if follow else 30.0)
 

@@ -85,7 +85,7 @@ def figures(job: SeenJob) -> Figures | None:
 
 
 def seconds_left(job: SeenJob, now: datetime) -> float | None:
-    """Until the last step, at the pace since the first one, interruptions included; None while nothing trains."""
+    """Until the last step, at the pace since the first one, interruptions included; None while nothing trains or is due."""
     found = job.status.progress
     if found is None or state(job) != Reason.RUNNING or stage_name(job) != Role.TRAIN:
         return None
@@ -93,7 +93,9 @@ def seconds_left(job: SeenJob, now: datetime) -> float | None:
     if first is None or latest is None or found.step <= 1 or latest <= first:
         return None
     pace = (latest - first).total_seconds() / (found.step - 1)
-    return max((found.total_steps - found.step) * pace - (now - latest).total_seconds(), 0.0)
+    left = (found.total_steps - found.step) * pace - (now - latest).total_seconds()
+    # Long after it should have been done, nobody knows.
+    return left if left >= 0 else None
 
 
 def seconds_between(start: str, end: str, now: datetime) -> float | None:

@@ -8,6 +8,7 @@ import http.server
 import json
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -20,8 +21,9 @@ from tests.unit.finetune_cli.cluster.test_client import client_of
 SUCCESS = json.dumps({"status": "Success"}).encode()
 FRAMES: list[tuple[int, bytes]] = []
 """Channel and content of what the server sends; then it closes the connection."""
+PAUSE = -2
 STALL = -1
-"""Instead of a channel: from here on the server says nothing."""
+"""Instead of a channel: the server waits a little; from here on it says nothing."""
 ENDED = threading.Event()
 REFUSED: list[int] = []
 ASKED: list[dict[str, list[str]]] = []
@@ -57,6 +59,10 @@ class PodHandler(http.server.BaseHTTPRequestHandler):
         self.send_header("Sec-WebSocket-Protocol", "v4.channel.k8s.io")
         self.end_headers()
         for channel, content in FRAMES:
+            if channel == PAUSE:
+                self.wfile.flush()
+                time.sleep(0.1)
+                continue
             if channel == STALL:
                 ENDED.wait(20)
                 return
@@ -94,6 +100,12 @@ def test_bytes_come_as_they_are(client: ClusterClient) -> None:
     assert (asked["command"], asked["container"], asked["stdout"]) == (["python", "-c", "x"], ["reader"], ["true"])
     FRAMES[:] = [(3, SUCCESS)]
     assert printed(client) == b""
+
+
+def test_frames_without_content_and_pauses_are_no_silence(client: ClusterClient) -> None:
+    opening = [each for channel in (1, 2, 3) for each in ((channel, b""), (PAUSE, b""))]
+    FRAMES[:] = [*opening, (1, b"one"), (PAUSE, b""), (2, b"a warning"), (PAUSE, b""), (1, b"two"), (3, SUCCESS)]
+    assert printed(client) == b"onetwo"
 
 
 def test_a_program_that_fails_says_why(client: ClusterClient) -> None:

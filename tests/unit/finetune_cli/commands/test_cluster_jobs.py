@@ -237,8 +237,9 @@ def test_a_reader_pod_that_cannot_run_is_said_and_deleted(run: Run, server: ApiS
     assert "delete what was left: /api/v1/namespaces/team/pods/finetune-reader-" in done.output
 
 
-def test_followed_logs_of_all_pods_are_printed_until_they_end(run: Run) -> None:
+def test_followed_logs_of_all_pods_are_printed_until_they_end(run: Run, server: ApiServer) -> None:
     done = run("logs running -f")
+    assert [one for one in server.asked if "/log" in one and "container=trainer" not in one] == []
     assert sorted(done.output.splitlines()) == [
         "[running-train-1-0] [rank 0] loss 1.25\\x1b[2J",
         "[running-train-1-0] [rank 1] ready",

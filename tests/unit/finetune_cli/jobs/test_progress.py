@@ -53,7 +53,7 @@ def test_a_length_of_time_is_shown_in_its_two_largest_units(seconds: float | Non
 def test_the_time_left_is_that_of_the_pace_so_far() -> None:
     # 59 steps in 59 minutes, 140 to go, and one minute has passed since.
     assert seconds_left(seen_job(objects.RUNNING), objects.NOW) == 139 * 60
-    assert seconds_left(seen_job(objects.RUNNING), objects.NOW + timedelta(days=9)) == 0
+    assert seconds_left(seen_job(objects.RUNNING), objects.NOW + timedelta(days=9)) is None
     assert [seconds_left(seen_job(each), objects.NOW) for each in (objects.SUCCEEDED, objects.FAILED, objects.WAITING)] == [
         None
     ] * 3
