@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from bench.chain import __main__ as chain
 from bench.memory import __main__ as memory
 from bench.memory import packed_load
 from bench.merge import __main__ as merge
@@ -17,6 +19,7 @@ from bench.prepare.corpus import WORDS, write_records, write_tokenizer
 from bench.trainer import __main__ as trainer
 from bench.validate import __main__ as validate
 from finetune_trainer.weights.headers import read_checkpoint
+from tests.support.stack import Stack
 
 TOY = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -45,6 +48,13 @@ def test_preparing(tmp_path: Path) -> None:
     assert peak > 0
     assert counts["records"] == len(records.read_text().splitlines())
     assert counts["tokens"] > 0
+
+
+def test_the_chain_of_a_job_that_fails_has_no_figures() -> None:
+    failed = {"status": {"conditions": [{"type": "Succeeded", "status": "False", "reason": "TrainingFailed"}]}}
+    stack = Mock(spec=Stack, **{"wait_for_condition.return_value": failed})
+    with pytest.raises(RuntimeError, match=r"(?s)mine did not succeed.*TrainingFailed"):
+        chain.on_the_node(stack, "mine")
 
 
 def run_of(loss: float, seconds: float, tokens: int = 400) -> dict[str, object]:

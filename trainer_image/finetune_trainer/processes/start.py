@@ -140,7 +140,10 @@ def load_torch_libraries() -> None:
     # Called as any other function, for which ctypes lets the interpreter go; ctypes' own way to load a library does not.
     load = ctypes.CDLL(None).dlopen
     load.restype = ctypes.c_void_p
-    Thread(target=load, args=(os.fsencode(library), os.RTLD_NOW), daemon=True).start()
+    loading = Thread(target=load, args=(os.fsencode(library), os.RTLD_NOW), daemon=True)
+    # A fork that is made meanwhile would have a copy of the loader's lock, held by nobody, and could load nothing.
+    os.register_at_fork(before=loading.join)
+    loading.start()
 
 
 def end(code: int) -> NoReturn:
