@@ -184,13 +184,14 @@ def try_finetune(arguments: list[str]) -> None:
 
 def try_document(document: Any) -> None:
     if "kind" not in document:
+        schema = json.loads(values_schema.FILE.read_text())
         # Values of the chart, or a part of a profile's.
-        values = document if "profiles" in document else {"profiles": {"default": document}}
-        jsonschema.validate(values, json.loads(values_schema.FILE.read_text()))
+        values = document if document.keys() & schema["properties"].keys() else {"profiles": {"default": document}}
+        jsonschema.validate(values, schema)
     elif document["kind"] == "FineTuneProfile":
         FineTuneProfile.model_validate(document)
     else:
-        assert (document["apiVersion"], document["kind"]) == ("rbac.authorization.k8s.io/v1", "Role")
+        assert (document["apiVersion"], document["kind"]) in [("rbac.authorization.k8s.io/v1", kind) for kind in ("ClusterRole", "Role")]
         assert {group for rule in document["rules"] for group in rule["apiGroups"]} >= {"finetune.dev"}
 
 

@@ -74,6 +74,7 @@ _EXAMPLES: dict[str, Any] = {
     "FineTuneProfileSpec.trainerImage": "registry.example.com/finetune-trainer:latest",
     "SecretReference.name": "registry-login",
     "NetworkDestination.cidr": "10.0.0.0/16",
+    "CaBundle.configMap": "authorities",
     "PodResourceClaim.name": "gpus",
     "NetworkVariable.name": "NCCL_DEBUG",
     "NetworkVariable.value": "WARN",
