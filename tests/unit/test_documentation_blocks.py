@@ -139,7 +139,8 @@ def test_a_block_is_run_or_is_of_a_known_kind(block: Block, desk: Path) -> None:
             json.loads(line)
     else:
         assert block.language == "yaml", f"{block.page}: a block in {block.language!r}, which no test tries"
-        try_document(yaml.safe_load(block.text))
+        for document in yaml.safe_load_all(block.text):
+            try_document(document)
 
 
 def try_command(line: str) -> None:
@@ -191,7 +192,8 @@ def try_document(document: Any) -> None:
     elif document["kind"] == "FineTuneProfile":
         FineTuneProfile.model_validate(document)
     else:
-        assert (document["apiVersion"], document["kind"]) in [("rbac.authorization.k8s.io/v1", kind) for kind in ("ClusterRole", "Role")]
+        assert document["apiVersion"] == "rbac.authorization.k8s.io/v1"
+        assert document["kind"] in ("ClusterRole", "Role")
         assert {group for rule in document["rules"] for group in rule["apiGroups"]} >= {"finetune.dev"}
 
 

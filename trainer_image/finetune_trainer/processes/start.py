@@ -14,9 +14,7 @@ import os
 import signal
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -126,24 +124,6 @@ def preload(*modules: str) -> None:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def load_torch_libraries() -> None:
-    """Begin to load torch's native libraries, a third of what its import takes, in a thread that does not hold the interpreter.
-
-    An import would hold it for all that time. Whatever goes wrong here is found again, and said, by the import of torch.
-    """
-    found = find_spec("torch")
-    if found is None or found.origin is None or "torch" in sys.modules:
-        return
-    library = Path(found.origin).with_name("lib") / "libtorch.so"
-    # Called as any other function, for which ctypes lets the interpreter go; ctypes' own way to load a library does not.
-    load = ctypes.CDLL(None).dlopen
-    load.restype = ctypes.c_void_p
-    loading = Thread(target=load, args=(os.fsencode(library), os.RTLD_NOW), daemon=True)
-    # A fork that is made meanwhile would have a copy of the loader's lock, held by nobody, and could load nothing.
-    os.register_at_fork(before=loading.join)
-    loading.start()
 
 
 def end(code: int) -> NoReturn:

@@ -23,7 +23,7 @@ from finetune_job.api.output import MergeBase, MergeSpec
 from finetune_job.failures import EXIT_CODES
 from finetune_job.layout import MergedPaths
 from finetune_trainer.errors import ConfigError, classify
-from finetune_trainer.processes.start import die_with, end, keep_bitsandbytes_out, load_torch_libraries, preload
+from finetune_trainer.processes.start import die_with, end, keep_bitsandbytes_out, preload
 from finetune_trainer.weights.headers import OUTPUT_DTYPES
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ class ProgressLines:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Merge and verify. Raises MergeError, TrainerError, OSError."""
-    load_torch_libraries()
     preload("finetune_trainer.merge.merge_adapter")
     from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 

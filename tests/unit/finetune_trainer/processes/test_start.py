@@ -132,15 +132,3 @@ def _named() -> bool:
 def test_a_process_has_a_name_of_its_own() -> None:
     assert run_processes([_named]) == [0]
     assert name_of_process(2**22 + 1) == ""
-
-
-def test_a_fork_waits_for_libraries_that_are_being_loaded() -> None:
-    """Its copy of the loader would be locked for ever."""
-    code = (
-        "import ctypes, os, time; from finetune_trainer.processes.start import load_torch_libraries\n"
-        "load_torch_libraries()\n"
-        "while 'libtorch' not in open('/proc/self/maps').read(): time.sleep(0.001)\n"
-        "if pid := os.fork(): raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
-        "ctypes.CDLL('libdl.so.2'); os._exit(7)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=20).returncode == 7
