@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from finetune_job.api.base import DECIMAL_PATTERN
+from finetune_job.api.base import DECIMAL_PATTERN, DESTINATION_PATTERN, SIZE_PATTERN, SOURCE_PATTERN
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.api.status import FineTuneJobStatus
@@ -22,6 +22,16 @@ ROOTS = (
     (JOB_KIND, "status", FineTuneJobStatus),
     (PROFILE_KIND, "spec", FineTuneProfileSpec),
 )
+_FORMS = {
+    DECIMAL_PATTERN: 'number in quotes, as in "2e-4"',
+    SIZE_PATTERN: "size, as in 5GB or 512Mi",
+    SOURCE_PATTERN: "address to read",
+    DESTINATION_PATTERN: "address to write",
+    r"^[0-9a-f]{40}$": "commit of 40 digits",
+    r"^[1-9][0-9]{0,9}(Ki|Mi|Gi|Ti)$": "size, as in 100Gi",
+    r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$": "quantity, as in 500m or 80Gi",
+}
+"""Pattern of a text -> what it is."""
 _UNITS = (
     ("Seconds", "seconds"),
     ("everySteps", "optimizer steps"),
@@ -68,6 +78,8 @@ class FieldFacts:
     is_required: bool
     unit: str
     bounds: str
+    pattern: str
+    """Regular expression; empty: none, or `type` says it in words."""
     meaning: str
     device: str
     """Empty for what no run reads."""
@@ -98,6 +110,7 @@ def _facts(kind: str, path: str, node: Schema, *, is_required: bool) -> Iterator
         is_required=is_required,
         unit=next((unit for ending, unit in _UNITS if path.endswith(ending) and not properties), ""),
         bounds=bounds_text(node),
+        pattern=node["pattern"] if node.get("pattern", DECIMAL_PATTERN) not in _FORMS else "",
         meaning=str(node.get("description", "")),
         device=DEVICES.get(path, SAME_ON_BOTH) if kind == JOB_KIND and path.startswith("spec") else "",
         children=tuple(properties),
@@ -116,8 +129,8 @@ def type_text(node: Schema) -> str:
             return f"map of {type_text(node['additionalProperties'])}"
         case "string" if "enum" in node:
             return f"one of {', '.join(node['enum'])}"
-        case "string" if node.get("pattern") == DECIMAL_PATTERN:
-            return 'number in quotes, as in "2e-4"'
+        case "string" if node.get("pattern") in _FORMS:
+            return _FORMS[node["pattern"]]
         case None:
             return "any value"
         case kind:
@@ -125,7 +138,7 @@ def type_text(node: Schema) -> str:
 
 
 def bounds_text(node: Schema) -> str:
-    """What the API server accepts of the type, in words; empty: all of it."""
+    """How much of the type the API server accepts, in words; empty: all of it."""
     parts = []
     for lowest, highest, unit in (
         ("minimum", "maximum", ""),
@@ -135,11 +148,9 @@ def bounds_text(node: Schema) -> str:
     ):
         low, high = node.get(lowest), node.get(highest)
         if low is not None and high is not None:
-            parts.append(f"{low} to {high}{unit}")
+            parts.append(f"{low:,} to {high:,}{unit}")
         elif low is not None:
-            parts.append(f"at least {low}{unit}")
+            parts.append(f"at least {low:,}{unit}")
         elif high is not None:
-            parts.append(f"at most {high}{unit}")
-    if "pattern" in node and node["pattern"] != DECIMAL_PATTERN:
-        parts.append(f"matching {node['pattern']}")
+            parts.append(f"at most {high:,}{unit}")
     return ", ".join(parts)

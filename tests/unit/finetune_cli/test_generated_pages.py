@@ -49,10 +49,10 @@ def test_every_field_of_a_job_is_on_the_page_with_type_bounds_default_and_meanin
     assert JOB - {"spec"} <= set(rows)
     assert rows["spec.run.stallDeadlineSeconds"][:3] == ["integer: seconds", "60 to 604,800", ""]
     assert rows["spec.data.maxSequenceLength"][:3] == ["integer: tokens", "8 to 1,048,576", "`2048`"]
-    assert rows["spec.training.optimizer"][0] == "`AdamW`, `RAdam`, `SGD`"
-    assert rows["spec.training.learningRate"][0] == "number, as a string"
-    assert rows["spec.workspace.volumeClaimTemplate.storage"][0] == "size, such as 100Gi"
-    assert rows["spec.method.lora.targetModules"][:2] == ["list of string", "up to 256 entries"]
+    assert rows["spec.training.optimizer"][0] == "one of AdamW, RAdam, SGD"
+    assert rows["spec.training.learningRate"][0] == 'number in quotes, as in "2e-4"'
+    assert rows["spec.workspace.volumeClaimTemplate.storage"][0] == "size, as in 100Gi"
+    assert rows["spec.method.lora.targetModules"][:2] == ["list of string", "at most 256 entries"]
     assert rows["spec.method.lora.rankPattern"][0] == "map of integer"
     assert "`spec.model.source` **required**" in generate_fields.page()
     assert all(cells[3] for name, cells in rows.items() if not name.endswith(("[]", ".*")))

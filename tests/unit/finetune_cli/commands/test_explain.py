@@ -73,7 +73,7 @@ def test_a_rule_is_explained_with_its_evidence():
                 "steps-too-large",
             ),
         ),
-        ("spec.training.globalBatchSize", ("type: integer default: 16 unit: sequences bounds: 1 to 1000000",)),
+        ("spec.training.globalBatchSize", ("type: integer default: 16 unit: sequences bounds: 1 to 1,000,000",)),
         ("SPEC.Data.Datasets[0].source", ("spec.data.datasets[].source: field", "default: none: required", "txt-without-text")),
         ("processespernode", ("spec.parallelism.processesPerNode", "GPU: the GPUs of a node", "CPU: ranks that share")),
         ("spec.checkpoint.everySeconds", ("unit: seconds",)),
@@ -160,7 +160,7 @@ def test_a_word_that_is_like_nothing_leads_to_the_list():
         ("frozen-after-start", "refused change", {"gates": ["API server"]}),
         ("DeviceOutOfMemory", "failure class", {"exitCode": 44, "retry": "no"}),
         ("130", "exit code of finetune", {"word": "130"}),
-        ("spec.checkpoint.keep", "field", {"default": "2", "bounds": "2 to 1000", "type": "integer", "required": False}),
+        ("spec.checkpoint.keep", "field", {"default": "2", "bounds": "2 to 1,000", "type": "integer", "required": False}),
     ],
 )
 def test_the_same_is_there_as_data(word, kind, expected):
