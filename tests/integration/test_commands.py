@@ -203,7 +203,7 @@ def test_the_pod_that_reads_a_workspace_is_admitted_and_deleted(caller: Caller) 
         done = answer.result()
     assert made[0]["metadata"]["ownerReferences"][0]["name"] == "succeeded"
     assert done.returncode == 3
-    assert f"the pod {name}, which reads the workspace, did not do so (the claim is gone)" in done.stderr
+    assert f"the pod {name}, which was to read the claim, did not do so (the claim is gone)" in done.stderr
     wait_until(lambda: not kube.list("Pod", namespace, "finetune.dev/reader"), "its deletion", 60)
 
 

@@ -11,7 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from pydantic import ValidationError
@@ -28,7 +28,7 @@ from finetune_operator.children.pod_template import container_security_context, 
 
 LABEL = "finetune.dev/reader"
 SECONDS = 300
-"""How long the pod may take, pulls of the image included."""
+"""How long the pod may take to print what it reads, or to run, pulls of the image included."""
 MOST_BYTES = 4 << 20
 """That are read of each file, from its end, and that are printed of all: a kubelet keeps 10 MiB of a log by default."""
 _POLL_SECONDS = 0.5
@@ -152,23 +152,30 @@ def read_workspace(
     pause: Callable[[float], None] = time.sleep,
 ) -> Generator[Mapping[str, Any]]:
     """What the pod prints, a file after another. Raises ClusterError, also if the pod cannot run or ends early."""
-    workspace = workspace_of(cluster, job)
-    document = reader_pod(job, workspace, secrets.token_hex(4), names, tail)
-    pods = collection("v1", "pods", job.namespace)
-    path = f"{pods}/{document['metadata']['name']}"
+    document = reader_pod(job, workspace_of(cluster, job), secrets.token_hex(4), names, tail)
+    with short_lived(cluster, document, job.namespace, "Succeeded", pause) as path:
+        yield from _printed(cluster, path, job)
+
+
+@contextmanager
+def short_lived(
+    cluster: Cluster, document: dict[str, Any], namespace: str, phase: str, pause: Callable[[float], None]
+) -> Iterator[str]:
+    """Make a pod, wait until it is in that phase, give its path, and delete it in any case. Raises ClusterError."""
+    name, pods = document["metadata"]["name"], collection("v1", "pods", namespace)
     try:
         cluster.send("POST", pods, document)
     except ClusterError as error:
         if error.status is None:
             # It may have been carried out.
             with suppress(ClusterError):
-                delete_pod(cluster, path)
+                _delete(cluster, f"{pods}/{name}")
         raise
     try:
-        _wait_until_ended(cluster, document["metadata"]["name"], job.namespace, pause)
-        yield from _printed(cluster, path, job)
+        _wait_for(cluster, name, namespace, phase, pause)
+        yield f"{pods}/{name}"
     finally:
-        delete_pod(cluster, path)
+        _delete(cluster, f"{pods}/{name}")
 
 
 def _printed(cluster: Cluster, path: str, job: SeenJob) -> Iterator[Mapping[str, Any]]:
@@ -185,7 +192,7 @@ def _printed(cluster: Cluster, path: str, job: SeenJob) -> Iterator[Mapping[str,
         raise ClusterError(f"{job.title}: the pod that reads its workspace ended early; what came before is all there is")
 
 
-def delete_pod(cluster: Cluster, path: str) -> None:
+def _delete(cluster: Cluster, path: str) -> None:
     """Whether or not it is there. Raises ClusterError, which names what was left."""
     try:
         cluster.send("DELETE", path, {"kind": "DeleteOptions", "apiVersion": "v1", "gracePeriodSeconds": 0})
@@ -194,18 +201,18 @@ def delete_pod(cluster: Cluster, path: str) -> None:
             raise ClusterError(f"delete what was left: {path} ({error})", status=error.status) from error
 
 
-def _wait_until_ended(cluster: Cluster, name: str, namespace: str, pause: Callable[[float], None]) -> None:
+def _wait_for(cluster: Cluster, name: str, namespace: str, phase: str, pause: Callable[[float], None]) -> None:
     waited = 0.0
     while True:
         document = cluster.get("v1", "pods", name, namespace)
         if document is None:
-            raise ClusterError(f"the pod {name}, which reads the workspace, was deleted by somebody else")
+            raise ClusterError(f"the pod {name}, which was to read the claim, was deleted by somebody else")
         pod = seen_pod(document)
-        if pod.phase == "Succeeded":
+        if pod.phase == phase:
             return
-        said = [f"{one.reason}: {one.message}" for one in pod.containers if one.reason]
-        why = said[0] if said else documents.text(document, "status", "message")
-        if pod.phase == "Failed" or waited > SECONDS:
-            raise ClusterError(f"the pod {name}, which reads the workspace, did not do so ({plain(why or pod.phase, 300)})")
+        if pod.phase in ("Failed", "Succeeded") or waited > SECONDS:
+            said = [f"{one.reason}: {one.message}" for one in pod.containers if one.reason]
+            why = said[0] if said else documents.text(document, "status", "message") or pod.phase
+            raise ClusterError(f"the pod {name}, which was to read the claim, did not do so ({plain(why, 300)})")
         pause(_POLL_SECONDS)
         waited += _POLL_SECONDS

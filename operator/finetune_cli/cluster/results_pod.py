@@ -10,23 +10,19 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from finetune_cli.cluster.client import RequestError
 from finetune_cli.cluster.errors import ClusterError, told
 from finetune_cli.cluster.objects import Cluster, collection
-from finetune_cli.cluster.reader_pod import WorkspaceAccess, delete_pod, reader_pod
-from finetune_cli.jobs import documents
+from finetune_cli.cluster.reader_pod import WorkspaceAccess, reader_pod, short_lived
 from finetune_cli.jobs.plain import plain
-from finetune_cli.jobs.seen import SeenJob, seen_pod
+from finetune_cli.jobs.seen import SeenJob
 from finetune_job.names import CLAIMS_MOUNT
 
-START_SECONDS = 300.0
-"""Until the pod runs, pulls of the image included."""
 MOST_LISTED_BYTES = 16 << 20
 """Of the answer that lists the files."""
-_POLL_SECONDS = 0.5
 _SHOWN = 200
 PART_BYTES = 8 << 20
 """That one program sends: the client keeps in memory what comes faster than it is written."""
@@ -114,34 +110,6 @@ def running_pod(
 ) -> Iterator[ResultsPod]:
     """Make it, wait until it runs, and delete it in the end. `seconds`: for all of it. Raises ClusterError."""
     document = results_pod(job, access, secrets.token_hex(4), seconds)
-    name, pods = document["metadata"]["name"], collection("v1", "pods", job.namespace)
-    try:
-        cluster.send("POST", pods, document)
-    except ClusterError as error:
-        if error.status is None:
-            # It may have been carried out.
-            with suppress(ClusterError):
-                delete_pod(cluster, f"{pods}/{name}")
-        raise
-    try:
-        _wait_until_running(cluster, name, job.namespace, pause)
-        yield ResultsPod(cluster, job.namespace, name, f"{CLAIMS_MOUNT}/{access.claim}/{access.path}".rstrip("/"))
-    finally:
-        delete_pod(cluster, f"{pods}/{name}")
-
-
-def _wait_until_running(cluster: Cluster, name: str, namespace: str, pause: Callable[[float], None]) -> None:
-    waited = 0.0
-    while True:
-        document = cluster.get("v1", "pods", name, namespace)
-        if document is None:
-            raise ClusterError(f"the pod {name}, which reads the results, was deleted by somebody else")
-        pod = seen_pod(document)
-        if pod.phase == "Running":
-            return
-        if pod.phase in ("Failed", "Succeeded") or waited > START_SECONDS:
-            said = [f"{one.reason}: {one.message}" for one in pod.containers if one.reason]
-            why = said[0] if said else documents.text(document, "status", "message") or pod.phase
-            raise ClusterError(f"the pod {name}, which reads the results, does not run ({plain(why, 300)})")
-        pause(_POLL_SECONDS)
-        waited += _POLL_SECONDS
+    with short_lived(cluster, document, job.namespace, "Running", pause):
+        root = f"{CLAIMS_MOUNT}/{access.claim}/{access.path}".rstrip("/")
+        yield ResultsPod(cluster, job.namespace, document["metadata"]["name"], root)

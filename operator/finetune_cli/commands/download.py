@@ -86,13 +86,15 @@ def bring(source: ResultSource, directory: Path, listener: Listener) -> Download
     missing = sorted(set(digests) - set(sizes))
     if missing:
         raise ClusterError(f"{plain(missing[0], 200)}: is named by {LIST_NAME} and is not there")
-    _check_room(directory, sum(sizes[name] for name in digests))
     sent = 0
     try:
+        _check_room(directory, sum(sizes[name] for name in digests))
         for name, sha256 in digests.items():
             listener.told(f"{name} ({sizes[name] / 1e6:.1f} MB)")
             sent += _bring_file(source, name, sha256, directory, listener)
-        (directory / LIST_NAME).write_text(text)
+        partial = directory / f"{LIST_NAME}.part"
+        partial.write_text(text)
+        partial.replace(directory / LIST_NAME)
     except OSError as error:
         raise LocalError(f"{error.filename or directory}: cannot be written ({error.strerror})", ExitCode.FAILED) from error
     return Downloaded(directory, len(digests), sent)

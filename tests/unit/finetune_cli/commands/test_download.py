@@ -79,6 +79,16 @@ def test_a_broken_connection_is_continued_where_it_broke(tmp_path: Path) -> None
     assert caught.value.exit_code is ExitCode.INTERRUPTED
 
 
+@pytest.mark.parametrize("place", ["taken", "taken/below", "holds"])
+def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path, place: str) -> None:
+    (tmp_path / "taken").write_text("a file")
+    (tmp_path / "holds/README.md.part").mkdir(parents=True)
+    with pytest.raises(LocalError, match=rf"{place}.*: cannot be written \(") as caught:
+        bring(Results({"README.md": b"# card"}), tmp_path / place, SILENT)
+    assert caught.value.exit_code is ExitCode.FAILED
+    assert not (tmp_path / place / "SHA256SUMS").exists()
+
+
 def test_wrong_bytes_never_get_a_result_s_name(tmp_path: Path) -> None:
     text = sums({"x": b"right"})
     with pytest.raises(ClusterError, match="x: the bytes that came are not those of SHA256SUMS"):
@@ -196,7 +206,7 @@ def test_what_stands_in_the_way_is_told_and_no_pod_is_left(run: Run, server: Api
     assert (done.exit_code, "wait for the job" in done.output) == (1, True)
     server.runs_pods = False
     done = run(f"download succeeded {tmp_path / 'here'}")
-    assert (done.exit_code, "does not run (Error: no such claim)" in done.output) == (3, True)
+    assert (done.exit_code, "did not do so (Error: no such claim)" in done.output) == (3, True)
     assert readers(server) == []
     server.denied = {("create", "pods")}
     assert "you may not create pods in the namespace team" in run(f"download succeeded {tmp_path / 'here'}").output
