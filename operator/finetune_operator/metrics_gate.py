@@ -1,4 +1,4 @@
-"""Who may read the metrics: whoever the API server knows by their token, and lets `get` the path `/metrics`.
+"""Who may read the metrics: those whom the API server knows by their token, and lets `get` the path `/metrics`.
 
 That is how Kubernetes' own components protect their metrics (TokenReview and SubjectAccessReview). Probes are open: the kubelet
 has no token.
@@ -31,7 +31,7 @@ ALLOWED_SECONDS, REFUSED_SECONDS = 60.0, 10.0
 """How long an answer of the API server is believed."""
 MOST_VERDICTS = 256
 REQUESTS_AT_A_TIME = 4
-"""Whoever reaches the port may send tokens that nobody knows; the API server is not to suffer from it."""
+"""Everybody who reaches the port may send tokens that nobody knows; the API server is not to suffer from it."""
 REVIEW_SECONDS = 3.0
 CERTIFICATE_SECONDS = 10.0
 """Between two looks at the files of the certificate."""
