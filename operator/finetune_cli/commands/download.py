@@ -151,7 +151,9 @@ def _bring_file(source: ResultSource, name: str, sha256: str, directory: Path, l
             continue
         if digest.hexdigest() != sha256:
             partial.unlink()
-            raise ClusterError(f"{name}: the bytes that came are not those of {LIST_NAME}; call again to read the file from its start")
+            raise ClusterError(
+                f"{name}: the bytes that came are not those of {LIST_NAME}; call again to read the file from its start"
+            )
         partial.replace(target)
         return sent
 
