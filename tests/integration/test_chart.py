@@ -140,7 +140,11 @@ def test_the_built_in_roles_take_up_ours_if_they_shall(installed: Installed, *, 
 def test_watching_some_namespaces_gives_rights_in_these_only(installed: Installed) -> None:
     documents = rendered(installed, "--set", "namespaces={a,b}")
     (cluster_role,) = [role for role in of_kind(documents, "ClusterRole") if role["metadata"]["name"] == CLUSTER_NAME]
-    assert {resource for _, resource, _ in rules_of([cluster_role])} == {"finetuneprofiles", "clusterroles"}
+    assert {resource for _, resource, _ in rules_of([cluster_role])} == {
+        "finetuneprofiles",
+        "finetuneprofiles/status",
+        "clusterroles",
+    }
     roles = [role for role in of_kind(documents, "Role") if role["metadata"]["name"] == CLUSTER_NAME]
     assert {role["metadata"]["namespace"] for role in roles} == {"a", "b"}
     (deployment,) = of_kind(documents, "Deployment")
@@ -246,7 +250,8 @@ def test_a_profile_that_the_api_server_refuses_leaves_the_one_that_is_there(inst
 
 
 def test_a_profile_that_leaves_the_values_goes_and_another_comes(installed: Installed, upgrade: Any) -> None:
-    assert upgrade("--set", "profiles.large.maxActiveJobs=2").returncode == 0
+    done = upgrade("--set", "profiles.large.maxActiveJobs=2")
+    assert done.returncode == 0, done.stdout
     assert profile(installed, "large")["spec"]["trainerImage"] == "finetune-trainer:0.1.0"
     assert upgrade().returncode == 0
     wait_until(lambda: installed.kube.get("FineTuneProfile", "", "large") is None, "the profile to go with its release", 60)
