@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ WAYS_OUT = (
 )
 """Opened for the jobs of tests: by default the chart lets nothing out, and the operator starts only the chart's own images."""
 PROFILES_ANNOTATION = "finetune.dev/profiles"
+_IN_EFFECT_SECONDS = 30.0
+"""After which the API server has certainly taken changed roles and policies into account."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,18 @@ class InstalledChart:
         return template
 
     def bring_profiles(self) -> subprocess.CompletedProcess[str]:
-        """What the first container of the operator's pod does."""
+        """What the first container of the operator's pod does, and does again if rights and policies are not in effect yet."""
         template = self._template()
         (container,) = template["spec"]["initContainers"]
         program = container["command"][container["command"].index("-m") + 1]
         file = self.directory / "profiles.json"
         file.write_text(template["metadata"]["annotations"][PROFILES_ANNOTATION])
-        return run_forked(program, file, KUBECONFIG=str(self.kubeconfig()))
+        deadline = time.monotonic() + _IN_EFFECT_SECONDS
+        while True:
+            done = run_forked(program, file, KUBECONFIG=str(self.kubeconfig()))
+            if done.returncode == 0 or "forbidden" not in done.stdout or time.monotonic() > deadline:
+                return done
+            time.sleep(0.5)
 
 
 def install(
