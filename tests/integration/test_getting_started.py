@@ -62,12 +62,12 @@ def test_the_manifest_of_the_page_ends_as_a_served_adapter(
     assert copied == [job["model"]["source"], job["data"]["source"]]
     assert installed.kube.get("Pod", NAMESPACE, "copy") is None or "deletionTimestamp" in pod["metadata"]
 
-    with operator("getting-started", everywhere=True):
-        reader.run(PAGE, submitted)
-        for role in (Role.PREFLIGHT, Role.TRAIN, Role.MERGE):
-            namespace.succeed(role, name=NAME)
-        namespace.wait_for("Finished", name=NAME)
-        assert "Succeeded" in reader.run(PAGE, ended)
+    operator("getting-started", everywhere=True)
+    reader.run(PAGE, submitted)
+    for role in (Role.PREFLIGHT, Role.TRAIN, Role.MERGE):
+        namespace.succeed(role, name=NAME)
+    namespace.wait_for("Finished", name=NAME)
+    assert "Succeeded" in reader.run(PAGE, ended)
     reader.run(PAGE, served)
     deployment = wait_until(lambda: installed.kube.get("Deployment", NAMESPACE, NAME), "the server's Deployment", 60)
     spec = deployment["spec"]["template"]["spec"]
