@@ -39,6 +39,8 @@ from tests.support.source_seed import seed_of_the_sources
 
 SEED = int(os.environ.get("HOSTILE_SEED", seed_of_the_sources()))
 MANIFESTS = int(os.environ.get("HOSTILE_MANIFESTS", "20000"))
+NOT_CERTAIN = {"hub-source-without-revision"}
+"""Errors that `--fix` leaves to a person: which commit, only the author knows."""
 DRAWN, OBJECTS, TEXTS = MANIFESTS * 15 // 100, MANIFESTS * 55 // 100, MANIFESTS * 30 // 100
 """Those drawn by hypothesis shrink where they fail, and take ten times as long."""
 LONGEST_SECONDS = 10.0
@@ -188,7 +190,9 @@ def test_texts_end_in_a_verdict() -> None:
             if number % 10 == 0:
                 fixed = fix([("", text)])[0].text
                 after = validate(fixed)
-                assert all(verdict.outcome is not DocumentOutcome.REFUSED for verdict in after.verdicts)
+                left = {each.rule for verdict in after.verdicts if verdict.outcome is DocumentOutcome.REFUSED
+                        for each in verdict.findings if each.severity == "error"}  # fmt: skip
+                assert left <= NOT_CERTAIN, left
                 assert DocumentOutcome.UNUSABLE not in {each.outcome for each in after.verdicts} - {
                     each.outcome for each in report.verdicts
                 }
