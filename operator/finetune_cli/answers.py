@@ -28,6 +28,9 @@ def errors_told() -> Iterator[None]:
     except LocalError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from error
+    except RecursionError as error:
+        typer.echo("what was read is nested too deeply to be worked with", err=True)
+        raise typer.Exit(ExitCode.FAILED) from error
     except KeyboardInterrupt as error:
         raise typer.Exit(ExitCode.INTERRUPTED) from error
 
@@ -53,3 +56,14 @@ def print_answer(output: Output, text: Callable[[], str], document: Callable[[],
             typer.echo(as_json(document()), nl=False)
         case Output.YAML:
             typer.echo(as_yaml(document()), nl=False)
+
+
+def text_of(file: str) -> str:
+    """What a file holds, or standard input (`-`). One that cannot be read is told, and ends the command."""
+    from finetune_cli.inputs import InputError, read_text
+
+    try:
+        return read_text(file)
+    except InputError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(ExitCode.UNUSABLE) from error

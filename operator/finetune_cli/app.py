@@ -1,6 +1,6 @@
-"""`finetune` and `kubectl finetune`: the verbs. Each reads its input, calls its module in `commands`, prints, and exits.
+"""`finetune` and `kubectl finetune`: all verbs, and here those that judge, explain and look.
 
-What a verb needs is imported where that verb begins, so that each answers at once.
+Each reads its input, calls its module in `commands`, prints, and exits. What a verb needs is imported where that verb begins, so that each answers at once.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life
+from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life, text_of
 from finetune_cli.change_verbs import change_app
 from finetune_cli.cluster_verbs import DEFAULT_CLAIMS, Context, Form, Namespace, cluster_app, explain_job
 from finetune_cli.exit_codes import ExitCode
-from finetune_job.api.base import Dtype
-from finetune_job.api.output import MergeBase, MergeSpec
+from finetune_cli.local_verbs import ClaimPaths, ClaimsDirectory, local_app
 
 if TYPE_CHECKING:
     from finetune_cli.checks.validate import Report
@@ -33,20 +32,11 @@ app = typer.Typer(
 )
 
 
+app.add_typer(local_app)
 app.add_typer(cluster_app)
 app.add_typer(change_app)
 COMPLETION = "_FINETUNE_COMPLETE"
 """Variable by which a shell's script asks for words, as typer names it."""
-_CLAIMS = DEFAULT_CLAIMS
-_CLAIMS_OPTION = typer.Option(help="Directory that holds a directory for each claim.")
-"""Where commands look for the directories of claims."""
-
-
-class BaseForm(StrEnum):
-    """The bases that a merge on this machine can add an adapter to."""
-
-    ORIGINAL = MergeBase.ORIGINAL.value
-    DEQUANTIZED = MergeBase.DEQUANTIZED.value
 
 
 class Shell(StrEnum):
@@ -104,7 +94,7 @@ def validate(
             "Unset: those in runs/claims, if there are any."
         ),
     ] = None,
-    claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
+    claim: ClaimPaths = None,
     fix: Annotated[
         bool,
         typer.Option("--fix", help="Print the manifests with the fixes made of all findings that need nobody to weigh them."),
@@ -121,7 +111,7 @@ def validate(
     from finetune_cli.inputs import InputError, read_files
     from finetune_cli.render.verdicts import report_document, report_text
 
-    profile_text = _read(str(profile)) if profile is not None else None
+    profile_text = text_of(str(profile)) if profile is not None else None
     try:
         files = read_files(file)
     except InputError as error:
@@ -135,155 +125,11 @@ def validate(
             raise typer.Exit(ExitCode.UNUSABLE)
         raise typer.Exit(_fix(files, profile_text))
     report = validate_files(files, profile_text)
-    places = claims or _CLAIMS
+    places = claims or DEFAULT_CLAIMS
     if claim or places.is_dir():
         report = _with_records(report, places, claim or [], is_given=claims is not None or claim is not None)
     print_answer(output, lambda: report_text(report), lambda: report_document(report))
     raise typer.Exit(report.exit_code)
-
-
-@app.command()
-def run(
-    *,
-    file: Annotated[str, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")],
-    claims: Annotated[Path, _CLAIMS_OPTION] = _CLAIMS,
-    claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write the results here instead of output.destination.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Remove the job's workspace and start over.")] = False,
-    output: Annotated[
-        Output, typer.Option("-o", "--output", help="Form of the answer; with json and yaml all else goes to standard error.")
-    ] = Output.TEXT,
-) -> None:
-    """Run a job as processes of this machine: fetch, preflight, training, merge, verification, publication.
-
-    Run it again to continue after an interruption. Exit code: 0 done, 1 refused, 2 unusable input, 3 failed, 130 interrupted.
-    """
-    from rich.console import Console
-
-    from finetune_cli.commands.run import Options, run_document, run_job, run_text
-    from finetune_cli.local.claims import parse_claims
-
-    with errors_told():
-        options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=output_dir, fresh=fresh)
-        end = run_job(_read(file), options, Console(highlight=False, stderr=output is not Output.TEXT))
-    print_answer(output, lambda: run_text(end), lambda: run_document(end))
-    raise typer.Exit(end.exit_code)
-
-
-_NAMESPACE = typer.Option("-n", "--namespace", help="Namespace in the job's manifest.")
-
-
-@app.command()
-def attach(
-    name: Annotated[str, typer.Argument(help="Name of the job.")],
-    namespace: Annotated[str, _NAMESPACE] = "default",
-    claims: Annotated[Path, _CLAIMS_OPTION] = _CLAIMS,
-) -> None:
-    """Follow a job that another command runs on this machine, until it ends. Ctrl-C ends this command alone."""
-    from rich.console import Console
-
-    from finetune_cli.local.known_runs import attach as follow
-    from finetune_cli.local.known_runs import find_run
-    from finetune_cli.render.run import LiveView
-
-    with errors_told():
-        found = find_run(claims, name, namespace)
-    with LiveView(Console(highlight=False), name) as view:
-        follow(found, view)
-
-
-@app.command()
-def stop(
-    name: Annotated[str, typer.Argument(help="Name of the job.")],
-    namespace: Annotated[str, _NAMESPACE] = "default",
-    claims: Annotated[Path, _CLAIMS_OPTION] = _CLAIMS,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for its end.")] = 600,
-) -> None:
-    """Have a job that runs on this machine save its state and end; `finetune run` continues it. Exit code: 0 it has ended."""
-    from finetune_cli.local.known_runs import find_run
-    from finetune_cli.local.known_runs import stop as stop_run
-
-    with errors_told(), signs_of_life(f"waiting for {namespace}/{name} to save its state and end"):
-        stop_run(find_run(claims, name, namespace), timeout)
-
-
-@app.command()
-def rehearse(
-    file: Annotated[str, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")],
-    claims: Annotated[Path, _CLAIMS_OPTION] = _CLAIMS,
-    claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 300,
-) -> None:
-    """Try a job on a scaled-down model: train, kill, resume, save, merge and verify, on two CPU ranks. Takes about a minute.
-
-    Reads the model's configuration and headers, no weights and no data. Exit code: 0 passed, 1 the job would not go right,
-    2 unusable input, 3 could not be tried to the end, 130 interrupted.
-    """
-    from finetune_cli.commands.rehearse import rehearse_job
-    from finetune_cli.commands.run import Options
-    from finetune_cli.local.claims import parse_claims
-
-    with errors_told():
-        options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=None, fresh=False)
-        code = rehearse_job(_read(file), options, timeout)
-    raise typer.Exit(code)
-
-
-@app.command()
-def merge(
-    *,
-    base: Annotated[Path, typer.Option(help="Directory of the base model.")],
-    adapter: Annotated[
-        list[Path], typer.Option(help="Directory of an adapter in PEFT's layout; repeated: merged in this order.")
-    ],
-    output: Annotated[Path, typer.Option(help="Directory of the merged model; made, and complete once it exists.")],
-    dtype: Annotated[Dtype | None, typer.Option(help="Element type of the merged weights. Unset: the base's own.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest weight shard.")] = MergeSpec().max_shard_size,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the result with base and adapter.")] = True,
-    prompts: Annotated[Path | None, typer.Option(help="File with a prompt on each line for the comparison of logits.")] = None,
-    base_form: Annotated[
-        BaseForm,
-        typer.Option(
-            help="What an adapter of QLoRA or QDoRA is added to: Original, as stored, or Dequantized, as it saw it in training."
-        ),
-    ] = BaseForm.ORIGINAL,
-    quantization: Annotated[
-        str | None,
-        typer.Option(
-            help="How a QLoRA or QDoRA training packed its base, as JSON of spec.method.quantization: for the comparison too."
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="Device of the matrix products, by torch's name.")] = "cpu",
-    form: Annotated[
-        Output, typer.Option("-o", "--form", help="Form of the answer; with json and yaml all else goes to standard error.")
-    ] = Output.TEXT,
-) -> None:
-    """Merge adapters into a base model on this machine, in memory that does not grow with the model.
-
-    Run it again to continue after an interruption. Exit code: 0 done, 1 refused, 2 unusable input, 3 failed, 130 interrupted.
-    """
-    from rich.console import Console
-
-    from finetune_cli.commands.merge import merge as merge_order
-    from finetune_cli.commands.merge import merge_document, merge_text
-    from finetune_cli.local.programs import MergeOrder
-
-    order = MergeOrder(
-        base,
-        adapter,
-        output,
-        dtype.value if dtype else None,
-        max_shard_size,
-        verify,
-        prompts,
-        device,
-        MergeBase(base_form),
-        quantization,
-    )
-    with errors_told():
-        end = merge_order(order, Console(highlight=False, stderr=form is not Output.TEXT))
-    print_answer(form, lambda: merge_text(end, order), lambda: merge_document(end))
-    raise typer.Exit(end.exit_code)
 
 
 @app.command()
@@ -296,7 +142,7 @@ def estimate(
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of one device, as in 80Gi. Unset: the profile's.")] = None,
     output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
     profile: Annotated[Path | None, typer.Option(help="Manifest of the FineTuneProfile to judge with.")] = None,
-    claims: Annotated[Path, _CLAIMS_OPTION] = _CLAIMS,
+    claims: ClaimsDirectory = DEFAULT_CLAIMS,
 ) -> None:
     """Show what memory each rank of a job will need, and what to change where it does not fit. Nothing is loaded.
 
@@ -307,8 +153,8 @@ def estimate(
 
     try:
         found = estimate_command.estimate(
-            _read(file),
-            profile=_read(str(profile)) if profile is not None else None,
+            text_of(file),
+            profile=text_of(str(profile)) if profile is not None else None,
             model=model,
             gpu_memory=gpu_memory,
             claims=claims,
@@ -350,8 +196,8 @@ def doctor(
 def data(
     *,
     file: Annotated[str, typer.Option("-f", "--filename", help="Manifest with one FineTuneJob; - for standard input.")],
-    claims: Annotated[Path, _CLAIMS_OPTION] = _CLAIMS,
-    claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
+    claims: ClaimsDirectory = DEFAULT_CLAIMS,
+    claim: ClaimPaths = None,
     records: Annotated[int, typer.Option("-n", "--records", min=0, help="Records of each source that are shown.")] = 2,
     first: Annotated[int, typer.Option(min=1, help="Records of each source that are read and counted.")] = 1000,
     output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
@@ -368,7 +214,7 @@ def data(
     from finetune_cli.render.verdicts import report_text
 
     with errors_told():
-        seen = look_at(_read(file), claims, parse_claims(claim or []), shown=records, limit=first)
+        seen = look_at(text_of(file), claims, parse_claims(claim or []), shown=records, limit=first)
     if isinstance(seen, Report):
         typer.echo(report_text(seen), nl=False)
         raise typer.Exit(seen.exit_code)
@@ -439,13 +285,3 @@ def _fix(files: list[tuple[str, str]], profile: str | None) -> ExitCode:
     if report.exit_code is not ExitCode.DONE:
         typer.echo(report_text(report), nl=False, err=True)
     return report.exit_code
-
-
-def _read(file: str) -> str:
-    from finetune_cli.inputs import InputError, read_text
-
-    try:
-        return read_text(file)
-    except InputError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(ExitCode.UNUSABLE) from error

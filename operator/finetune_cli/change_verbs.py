@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life
+from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life, text_of
 from finetune_cli.cluster_verbs import Context, Form, JobName, Namespace
 from finetune_cli.exit_codes import ExitCode
 
@@ -35,22 +35,14 @@ def submit(
     """
     from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.change_jobs import submit as submit_jobs
-    from finetune_cli.exit_codes import LocalError
-    from finetune_cli.inputs import InputError, read_text
     from finetune_cli.render.verdicts import report_document, report_text
 
     with errors_told():
-        try:
-            text = read_text(file)
-        except InputError as error:
-            raise LocalError(str(error)) from error
-        report, made = submit_jobs(Cluster(context, namespace), text, file, namespace)
+        report, made = submit_jobs(Cluster(context, namespace), text_of(file), file, namespace, is_watched=watch)
         if not made:
             print_answer(output, lambda: report_text(report), lambda: report_document(report))
             raise typer.Exit(report.exit_code)
         typer.echo(report_text(report), nl=False, err=True)
-        if watch and len(made) > 1:
-            raise LocalError(f"{len(made)} jobs were created; --watch follows one: use `finetune list --watch`")
         if not watch:
             print_answer(
                 output,

@@ -99,7 +99,10 @@ def status(
 
     with errors_told():
         cluster = _cluster(context, namespace)
-        losses = list(read_run(cluster, cluster.job(name)).losses) if curve else []
+        stored = read_run(cluster, cluster.job(name)) if curve else None
+        if stored is not None and stored.is_cut:
+            _say("the history is long: only the end of the curve was read")
+        losses = [] if stored is None else list(stored.losses)
         before: str | None = None
         for job in repeatedly(lambda: cluster.job(name), _say, lambda job: not watch or (job is not None and job.has_ended)):
             if job.resource_version != before:

@@ -73,6 +73,10 @@ class FieldFacts:
     path: str
     """As in `spec.data.datasets[].source`."""
     type: str
+    """In words."""
+    is_text: bool
+    takes_any_key: bool
+    """Whether names of fields below it are the manifest's own, as of a map."""
     default: str
     """As JSON; empty: there is none, and `meaning` says what an unset one leads to."""
     is_required: bool
@@ -106,6 +110,8 @@ def _facts(kind: str, path: str, node: Schema, *, is_required: bool) -> Iterator
         kind=kind,
         path=path,
         type=type_text(node),
+        is_text=node.get("type") == "string",
+        takes_any_key=isinstance(node.get("additionalProperties"), dict) or "type" not in node,
         default=json.dumps(node["default"], ensure_ascii=False) if "default" in node else "",
         is_required=is_required,
         unit=next((unit for ending, unit in _UNITS if path.endswith(ending) and not properties), ""),

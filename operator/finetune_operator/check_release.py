@@ -131,7 +131,7 @@ async def check(namespace: str, metrics: MetricsAddress | None, *, is_admission_
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="finetune_operator.check_release", description="ReleaseCheck an installed release.")
+    parser = argparse.ArgumentParser(prog="finetune_operator.check_release", description="Check an installed release.")
     parser.add_argument("--namespace", required=True, help="a served namespace")
     parser.add_argument("--metrics", help="address of the operator's metrics; unset: they are not read")
     parser.add_argument("--metrics-ca", type=Path, help="certificates that sign the certificate of the metrics")

@@ -26,7 +26,7 @@ def run_timed(command: Sequence[str], *, cwd: Path, without: str, traps: Path) -
     """Run a command that may not import the module `without`, which would end it with the exit code 99.
 
     What it did, and its seconds of processor time, children included: the least of some attempts if the first is too slow.
-    traps: a directory for what stands in the module's place.
+    traps: a directory for what takes the place of the module.
     """
     (traps / without).mkdir(parents=True, exist_ok=True)
     (traps / without / "__init__.py").write_text("import os\nos._exit(99)\n")

@@ -28,7 +28,9 @@ COVERED_BY = {
     "finetune_job/rules/cel/*": "finetune_job/test_crd.py",
     "finetune_job/rules/*": "finetune_job/rules/test_book_verdicts.py",
     # Modules whose test has another name.
+    "finetune_cli/answers.py": "finetune_cli/commands/test_cluster_jobs.py",
     "finetune_cli/app.py": "finetune_cli/checks/test_estimate.py",
+    "finetune_cli/local_verbs.py": "finetune_cli/commands/test_run.py",
     "finetune_cli/cluster/errors.py": "finetune_cli/cluster/test_objects.py",
     "finetune_cli/cluster/probe_objects.py": "finetune_cli/cluster/test_network_probe.py",
     "finetune_cli/cluster/read_facts.py": "finetune_cli/cluster/test_client.py",
@@ -44,6 +46,7 @@ COVERED_BY = {
     "finetune_cli/jobs/comparison.py": "finetune_cli/jobs/test_progress.py",
     "finetune_cli/jobs/documents.py": "finetune_cli/jobs/test_seen.py",
     "finetune_cli/jobs/patches.py": "finetune_cli/jobs/test_diagnosis.py",
+    "finetune_cli/jobs/redact.py": "finetune_cli/jobs/test_progress.py",
     "finetune_cli/jobs/usage.py": "finetune_cli/jobs/test_progress.py",
     "finetune_cli/local/look.py": "finetune_cli/commands/test_data.py",
     "finetune_cli/render/data.py": "finetune_cli/commands/test_data.py",

@@ -45,6 +45,7 @@ def write_bundle(cluster: Cluster, name: str, target: Path, now: datetime) -> li
     except FileExistsError as error:
         raise LocalError(f"{target} exists already; name another file with --output") from error
     except OSError as error:
+        target.unlink(missing_ok=True)
         raise LocalError(f"{target} cannot be written: {error.strerror}; name another file with --output") from error
     return missing
 

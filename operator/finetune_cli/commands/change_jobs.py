@@ -55,10 +55,12 @@ class Change:
         }
 
 
-def submit(cluster: Cluster, text: str, file: str, namespace: str | None) -> tuple[Report, list[Change]]:
+def submit(
+    cluster: Cluster, text: str, file: str, namespace: str | None, *, is_watched: bool = False
+) -> tuple[Report, list[Change]]:
     """Create the jobs of a manifest, unless the rules refuse one of them; judged with the cluster's profile if that may be read.
 
-    `namespace`: as the user gave it. Raises LocalError, ClusterError.
+    `namespace`: as the user gave it. `is_watched`: there may be one job alone. Raises LocalError, ClusterError.
     """
     report = validate_files([(file, text)], _profile_text(cluster, text, file))
     if report.exit_code is not ExitCode.DONE:
@@ -67,6 +69,8 @@ def submit(cluster: Cluster, text: str, file: str, namespace: str | None) -> tup
     jobs = [content for content in found if isinstance(content, dict) and content.get("kind") == JOB_KIND]
     if not jobs:
         raise LocalError(f"{file}: holds no FineTuneJob; other objects are created with kubectl apply")
+    if is_watched and len(jobs) > 1:
+        raise LocalError(f"--watch: follows one job, and {file} holds {len(jobs)}; leave it out, and use `finetune list --watch`")
     places = [_place(job, cluster, namespace) for job in jobs]
     return report, [_create(cluster, job, place) for job, place in zip(jobs, places, strict=True)]
 

@@ -16,8 +16,9 @@ from finetune_cli.cluster.reader_pod import workspace_of
 from finetune_cli.cluster.results_pod import running_pod
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.jobs.plain import plain
+from finetune_job.layout import OutputLayout
 
-LIST_NAME = "SHA256SUMS"
+LIST_NAME = OutputLayout(Path()).checksums.name
 MOST_BREAKS = 5
 """Connections in a row that bring nothing new of a file."""
 _LINE = re.compile(r"(?P<sha256>[0-9a-f]{64})  (?P<name>.+)")

@@ -15,13 +15,14 @@ from finetune_cli.exit_codes import LocalError
 from finetune_job.api.base import HubPath, parse_source
 from finetune_job.api.training import TrainingSpec
 from finetune_job.names import API_VERSION, JOB_KIND, MAX_JOB_NAME
+from finetune_job.rules.sources import commit_command
 
 _BATCH = TrainingSpec().global_batch_size
 _QUESTIONS = {
     "model": ("Base model (hf://ORG/NAME, s3://BUCKET/PREFIX or pvc://CLAIM/PATH)", "--model"),
     "data": ("Records to train on (hf://datasets/ORG/NAME, s3://..., or pvc://CLAIM/FILE)", "--data"),
 }
-_COMMIT = "Commit of {0}, 40 digits (git ls-remote https://huggingface.co/{1} HEAD prints it)"
+_COMMIT = "Commit of {}, 40 digits (`{}` prints it)"
 HEAD = """\
 # A FineTuneJob. All that is not here has a default: `finetune explain spec.training` lists fields, and `finetune validate` says
 # what was chosen for them. The claims that it names must exist; on this machine they are directories below runs/claims.
@@ -52,9 +53,9 @@ def ask(given: Answers, *, is_terminal: bool) -> Answers:
             answers = _with(answers, field, _asked(question, option, is_terminal=is_terminal))
     for source, field, option in (("model", "revision", "--revision"), ("data", "data_revision", "--data-revision")):
         address = getattr(answers, source)
-        repository = _repository(address)
-        if repository is not None and getattr(answers, field) is None:
-            question = _COMMIT.format(address, repository)
+        place = _on_hub(address)
+        if place is not None and getattr(answers, field) is None:
+            question = _COMMIT.format(address, commit_command(place))
             answers = _with(answers, field, _asked(question, option, is_terminal=is_terminal))
     if answers.devices is None:
         devices = typer.prompt("GPUs of one node, or CPU ranks", default=1, type=int, err=True) if is_terminal else 1
@@ -73,13 +74,13 @@ def _asked(question: str, option: str, *, is_terminal: bool) -> str:
     return str(typer.prompt(question, err=True)).strip()
 
 
-def _repository(address: str) -> str | None:
-    """Path of a repository on the Hub; None for another place, and for what is no address, which validation tells."""
+def _on_hub(address: str) -> HubPath | None:
+    """A repository on the Hub; None for another place, and for what is no address, which validation tells."""
     try:
         place = parse_source(address)
     except ValueError:
         return None
-    return f"{'datasets/' if place.is_dataset else ''}{place.repository}" if isinstance(place, HubPath) else None
+    return place if isinstance(place, HubPath) else None
 
 
 def manifest_text(answers: Answers) -> tuple[str, Report]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 from finetune_cli.cluster.errors import ClusterError
 from finetune_cli.cluster.objects import Cluster
@@ -14,6 +15,7 @@ from finetune_cli.exit_codes import LocalError
 from finetune_cli.jobs.plain import harmless, plain
 from finetune_cli.jobs.pod_logs import LogRequest, chosen_pods, is_of_rank, ranks_per_node
 from finetune_cli.jobs.seen import SeenJob, SeenPod
+from finetune_job.layout import WorkspaceLayout
 from finetune_job.names import Role
 
 
@@ -82,7 +84,7 @@ def _of_workspace(cluster: Cluster, job: SeenJob, request: LogRequest, options: 
         )
     if options.since_seconds is not None:
         raise LocalError("--since: the logs that are kept on the workspace have no times; use --tail")
-    folder = f"logs/{stage}-{attempt}"
+    folder = str(WorkspaceLayout(Path()).logs(stage, attempt))
     names = [folder] if request.rank is None else [f"{folder}/rank-{request.rank:05d}.log"]
     seen = False
     with closing(read_workspace(cluster, job, names, options.tail or 0)) as found:

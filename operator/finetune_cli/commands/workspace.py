@@ -7,15 +7,19 @@ import re
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from finetune_cli.cluster.objects import Cluster
 from finetune_cli.cluster.reader_pod import read_workspace
+from finetune_cli.jobs import documents
 from finetune_cli.jobs.seen import SeenJob
 from finetune_cli.render.columns import figure, table
+from finetune_job.layout import WorkspaceLayout
 
-_STEP = re.compile(r"checkpoints/step-(\d{10})")
-HISTORY = "history.jsonl"
+_LAYOUT = WorkspaceLayout(Path())
+HISTORY, CHECKPOINTS = str(_LAYOUT.history), str(_LAYOUT.checkpoints)
+_STEP = re.compile(rf"{CHECKPOINTS}/step-(\d{{10}})")
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class StoredRun:
 
 def read_run(cluster: Cluster, job: SeenJob) -> StoredRun:
     """Raises ClusterError."""
-    with closing(read_workspace(cluster, job, [HISTORY, "checkpoints"])) as found:
+    with closing(read_workspace(cluster, job, [HISTORY, CHECKPOINTS])) as found:
         return stored_run(list(found))
 
 
@@ -72,15 +76,14 @@ def stored_run(printed: list[Mapping[str, Any]]) -> StoredRun:
 def _point(line: str) -> dict[str, Any] | None:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     step = found.get("step") if isinstance(found, dict) else None
     return found if isinstance(step, int) else None
 
 
 def _number(value: object) -> float | None:
-    is_finite = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
-    return float(value) if is_finite and isinstance(value, int | float) else None
+    return documents.decimal(str(value)) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _with_losses(points: Mapping[int, Mapping[str, Any]], sizes: Mapping[int, tuple[bool, int]]) -> list[StoredCheckpoint]:

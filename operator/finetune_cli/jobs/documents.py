@@ -44,12 +44,12 @@ def texts(content: object, *keys: str) -> dict[str, str]:
 
 
 def moment(said: str) -> datetime | None:
-    """A time of the API server, or None."""
+    """A time of the API server, in UTC, or None; also for one that is before or after all of Python's."""
     try:
         found = datetime.fromisoformat(said)
-    except ValueError:
+        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+    except (ValueError, OverflowError):
         return None
-    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
 
 
 def decimal(said: str) -> float | None:

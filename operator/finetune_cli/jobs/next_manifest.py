@@ -19,8 +19,6 @@ _NUMBERED = re.compile(r"(?P<stem>.+?)-(?P<number>[1-9]\d{0,5})")
 _OF_ONE_TRY = ("suspend", "cancel", "retry")
 """Fields of spec.run that say what is to become of one job."""
 _KEPT_METADATA = ("labels",)
-_TEXTS = ("string", "one of", "number in quotes")
-"""Beginnings of the types of fields whose values are texts."""
 
 
 def next_name(name: str, taken: Collection[str]) -> str:
@@ -85,12 +83,12 @@ def parse_change(text: str) -> FieldChange:
 
 def _is_below_a_map(path: str) -> bool:
     """Such as an entry of rankPattern or a label: the API has no list of them."""
-    maps = {each.path for each in all_fields() if each.kind == JOB_KIND and each.type.startswith(("map of", "any value"))}
-    return path.startswith("metadata.labels.") or any(path.startswith(f"{each}.") for each in maps)
+    maps = ["metadata.labels", *(each.path for each in all_fields() if each.kind == JOB_KIND and each.takes_any_key)]
+    return any(path.startswith(f"{each}.") for each in maps)
 
 
 def _value(text: str, field: FieldFacts | None, value: str) -> Any:
-    if field is not None and field.type.startswith(_TEXTS):
+    if field is not None and field.is_text:
         return value
     if len(value) > 65_536:
         raise LocalError(f"--set {text[:80]}...: the value has more than 65536 characters")

@@ -8,9 +8,12 @@ from typing import Any
 
 from finetune_cli.jobs import documents
 from finetune_cli.jobs.seen import SeenJob
+from finetune_job.api.training import CheckpointSpec, TrainingSpec
 from finetune_job.failures import FailureClass
 
 Patch = dict[str, Any]
+_MOST_TIMEOUT_SECONDS = 86_400
+"""The API takes no more."""
 _SLOWER = 0.5
 """What a learning rate that diverged is multiplied by."""
 
@@ -20,7 +23,6 @@ def patch_for(failure: FailureClass, job: SeenJob) -> Patch | None:
 
     The result of training is the same with the changes for memory and disk. A lower learning rate is a proposal.
     """
-    training = documents.part(job.spec, "training")
     match failure:
         case FailureClass.DEVICE_OUT_OF_MEMORY:
             micro = _effective(job, "microBatchSize")
@@ -34,11 +36,12 @@ def patch_for(failure: FailureClass, job: SeenJob) -> Patch | None:
             if number is not None and number > 0:
                 return {"spec": {"training": {"learningRate": f"{number * _SLOWER:.6g}"}}}
         case FailureClass.STALLED:
-            seconds = documents.number(training, "stepTimeoutSeconds") or 1800
-            return {"spec": {"training": {"stepTimeoutSeconds": min(seconds * 2, 86_400)}}} if seconds < 86_400 else None
+            seconds = documents.number(job.spec, "training", "stepTimeoutSeconds") or TrainingSpec().step_timeout_seconds
+            longer = min(2 * seconds, _MOST_TIMEOUT_SECONDS)
+            return {"spec": {"training": {"stepTimeoutSeconds": longer}}} if longer > seconds else None
         case FailureClass.DISK_FULL:
-            keep = documents.number(job.spec, "checkpoint", "keep") or 2
-            return {"spec": {"checkpoint": {"keep": 2}}} if keep > 2 else None
+            keep, least = documents.number(job.spec, "checkpoint", "keep"), CheckpointSpec().keep
+            return {"spec": {"checkpoint": {"keep": least}}} if keep is not None and keep > least else None
     return None
 
 
@@ -51,7 +54,7 @@ def _effective(job: SeenJob, setting: str) -> object:
         if choice.field == f"spec.training.{setting}":
             try:
                 return json.loads(choice.value)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return None
     return None
 

@@ -12,13 +12,13 @@ _VALUES = frozenset({"value", "valueFrom"})
 _SECRET_DATA = frozenset({"data", "stringData", "binaryData"})
 _TOKENS = re.compile(
     r"""hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}|sk-[A-Za-z0-9_-]{16,}|glpat-[A-Za-z0-9_-]{16,}
-    |(?:AKIA|ASIA)[A-Z0-9]{16}|xox[abprs]-[A-Za-z0-9-]{10,}|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]*)?
+    |(?:AKIA|ASIA)[A-Z0-9]{16}|xox[abprs]-[A-Za-z0-9-]{10,}|(?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]*)?
     |-----BEGIN[ A-Z]*PRIVATE[ ]KEY-----.*?(?:-----END[ A-Z]*PRIVATE[ ]KEY-----|$)""",
     re.VERBOSE | re.DOTALL,
 )
-_CREDENTIALS_IN_URL = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s:@]*:[^/\s@]+@", re.IGNORECASE)
+_CREDENTIALS_IN_URL = re.compile(r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://)[^/\s:@]*:[^/\s@]+@", re.IGNORECASE)
 _NAMED = re.compile(
-    r"""((?:authorization|[a-z0-9_.-]*(?:password|passwd|secret|token|api[_-]?key|access[_-]?key)[a-z0-9_.-]*)["']?\s*[=:]\s*["']?
+    r"""((?:password|passwd|secret|token|authorization|api[_-]?key|access[_-]?key)[a-z0-9_.-]{0,100}["']?\s*[=:]\s*["']?
     (?:bearer\s+|basic\s+)?)[^\s"',;&]{4,}""",
     re.VERBOSE | re.IGNORECASE,
 )
@@ -26,7 +26,10 @@ _SIGNED = re.compile(r"((?:X-Amz-(?:Signature|Credential|Security-Token)|sig|sig
 
 
 def redacted_text(text: str) -> str:
-    """The text without tokens, keys, passwords and signatures, as far as their form tells them."""
+    """The text without tokens, keys, passwords and signatures, as far as their form tells them.
+
+    Logs are strangers' texts: no expression may look further than a bound from each place where it could begin.
+    """
     text = _TOKENS.sub(REDACTED, text)
     text = _CREDENTIALS_IN_URL.sub(rf"\1{REDACTED}@", text)
     text = _SIGNED.sub(rf"\1{REDACTED}", text)

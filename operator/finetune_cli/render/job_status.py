@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from finetune_cli.exit_codes import ExitCode
@@ -92,7 +92,7 @@ def _attempt_row(attempt: Attempt, now: datetime) -> tuple[str, ...]:
 
 
 def _clock(moment: datetime | None) -> str:
-    return "" if moment is None else f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S}"
+    return "" if moment is None else f"{moment:%Y-%m-%d %H:%M:%S}"
 
 
 def status_document(job: SeenJob, diagnosis: Diagnosis, now: datetime, losses: Sequence[float] = ()) -> dict[str, Any]:

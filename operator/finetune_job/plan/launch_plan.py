@@ -169,8 +169,9 @@ class Placement(PlacementModel):
     scratch_storage: str | None = None
     """Size limit of /tmp. None: frozen by a release that knew none."""
     signing_key_secret: str | None = None
-    ca_bundle: CaBundle | None = None
     """Secret with the key that signs what is published. None: nothing is signed."""
+    ca_bundle: CaBundle | None = None
+    """What fetch and publish trust. None: the authorities of the image."""
 
 
 class PlacedModel(PlanModel):

@@ -77,7 +77,7 @@ def _problem(
     )
 
 
-def _commit_command(place: HubPath) -> str:
+def commit_command(place: HubPath) -> str:
     """Prints the newest commit of a repository on the Hub."""
     kind = HUB_DATASETS if place.is_dataset else ""
     return f"git ls-remote https://huggingface.co/{kind}{place.repository} HEAD"
@@ -106,7 +106,7 @@ def hub_source_without_revision(context: RuleContext) -> Problem | None:
         context,
         edits,
         "without a commit, a restarted job could read other files than it started with",
-        f"set it to the 40 digits that `{_commit_command(places[0])}` prints" if places else "",
+        f"set it to the 40 digits that `{commit_command(places[0])}` prints" if places else "",
         of_revision=True,
     )
 

@@ -1,7 +1,7 @@
 """Writes into each FineTuneProfile whether jobs can name it.
 
 Each generation of a profile is judged once in the life of this process: two releases that judge differently do not write against
-each other for ever.
+each other without end.
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ def stream(
 
     try:
         filling = [shard_threads.submit(fill, *of_shard) for of_shard in zip(files, chunkers, strict=True)]
-        # Beside the first chunks: those that nothing changes need only be copied and hashed.
+        # While the first chunks are copied and hashed: those that nothing changes need no more.
         preload("finetune_trainer.merge.compute")
         from finetune_trainer.processes.torch_threads import one_thread_for_each_operation
 

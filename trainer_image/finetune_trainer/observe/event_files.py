@@ -43,7 +43,7 @@ def version_event(now: float) -> bytes:
 
 
 def start_event(now: float, step: int) -> bytes:
-    """The run begins, or goes on, with this step: what earlier files have of it and later ones does not count."""
+    """The run begins, or continues, with this step: what earlier files have of it and later ones does not count."""
     started = _varint(1, 1)
     return _double(1, now) + _varint(2, step) + _delimited(7, started)
 

@@ -132,5 +132,6 @@ def test_a_submitted_job_is_watched_to_its_end(
     assert f"{document['metadata']['namespace']}/{document['metadata']['name']}: " in done.stdout.partition("created\n")[2]
     file.write_text(f"{ACCEPTED}---\n{ACCEPTED.replace('name: tuned', 'name: other')}")
     done = CliRunner().invoke(app, ["submit", str(file), "--watch"])
-    assert (done.exit_code, "--watch follows one" in done.stderr) == (2, True)
+    assert (done.exit_code, "--watch: follows one job, and" in done.stderr) == (2, True)
+    assert len(cluster.sent) == 1, "none of two is created that cannot both be watched"
     assert CliRunner().invoke(app, ["submit", str(tmp_path / "none.yaml")]).exit_code == 2

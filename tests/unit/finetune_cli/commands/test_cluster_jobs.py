@@ -13,6 +13,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -285,6 +286,39 @@ def test_a_bundle_holds_what_is_known_and_no_secret(run: Run, tmp_path: Path) ->
     assert "hunter2" not in "".join(texts.values())
     again = run("bundle failed -o bundle.tar.gz")
     assert (again.exit_code, again.output) == (2, "bundle.tar.gz exists already; name another file with --output\n")
+
+
+def test_a_bundle_that_cannot_be_written_whole_leaves_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", full)
+    done = run("bundle failed -o bundle.tar.gz")
+    assert (done.exit_code, "bundle.tar.gz cannot be written: No space left" in done.output) == (2, True)
+    assert not (tmp_path / "bundle.tar.gz").exists()
+
+
+def test_a_history_that_a_stranger_wrote_is_read_as_far_as_it_goes(run: Run, server: ApiServer) -> None:
+    lines = ["[" * 100_000, '{"step": 1, "loss": 1' + "0" * 400 + "}", '{"step": 2, "loss": true}', '{"step": 3, "loss": 1.5}']
+    (give_workspace(server, "succeeded") / "history.jsonl").write_text("\n".join(lines))
+    done = run("status succeeded --curve")
+    assert (done.exit_code, "curve:  ▁  1.5 to 1.5\n" in done.output) == (0, True), done.output
+    assert "only the end of the curve" not in done.output
+
+
+def test_a_curve_without_its_beginning_is_told(run: Run, server: ApiServer) -> None:
+    history = "".join(f'{{"step": {step}, "loss": 2.0, "more": "{"x" * 1000}"}}\n' for step in range(5000))
+    (give_workspace(server, "succeeded") / "history.jsonl").write_text(history)
+    assert "the history is long: only the end of the curve was read" in run("status succeeded --curve").output
+
+
+def test_an_object_that_is_nested_too_deeply_ends_no_command_with_a_traceback(run: Run, server: ApiServer) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(450):
+        deep = {"a": deep}
+    server.put(JOBS, {**objects.FAILED, "spec": {**objects.FAILED["spec"], "settings": deep}})
+    done = run("bundle failed -o deep.tar.gz")
+    assert (done.exit_code, done.output) == (3, "what was read is nested too deeply to be worked with\n")
 
 
 def test_a_local_run_is_asked_for_by_an_option(run: Run, tmp_path: Path, server: ApiServer) -> None:

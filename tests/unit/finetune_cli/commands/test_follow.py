@@ -21,7 +21,7 @@ FORBIDDEN = ClusterError("you may not", status=403)
 
 
 class FakeCluster:
-    """Gives one answer after another, the last one for good. Its clock goes on with each pause."""
+    """Gives one answer after another, the last one for good. Its clock advances with each pause."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from datetime import timedelta
+import time
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from finetune_cli.exit_codes import LocalError
 from finetune_cli.jobs.comparison import Difference, differences
+from finetune_cli.jobs.documents import moment
 from finetune_cli.jobs.durations import duration_text, parse_duration
 from finetune_cli.jobs.pod_logs import LogRequest, chosen_pods, is_of_rank
 from finetune_cli.jobs.progress import device_seconds, figures, seconds_left, state, timeline
@@ -150,6 +152,25 @@ def test_what_looks_like_a_token_is_taken_out_of_a_text(secret: str) -> None:
         found = redacted_text(text)
         assert secret not in found, text
         assert "(redacted)" in found
+
+
+@pytest.mark.parametrize("part", ["a", "a-", "eyJ", "token", "a://"])
+def test_a_long_line_of_a_stranger_holds_nothing_up(part: str) -> None:
+    begun = time.process_time()
+    redacted_text(part * (20_000 // len(part)))
+    # A twentieth of a second here; twenty of them if each place looks as far as the end.
+    assert time.process_time() - begun < 5
+
+
+@pytest.mark.parametrize("said", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "soon", ""])
+def test_a_time_that_python_does_not_know_counts_as_absent(said: str) -> None:
+    assert moment(said) is None
+
+
+def test_times_are_in_utc() -> None:
+    expected = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    assert moment("2026-01-02T03:04:05Z") == moment("2026-01-02T05:04:05+02:00") == moment("2026-01-02T03:04:05") == expected
+    assert str(moment("2026-01-02T05:04:05+02:00")) == "2026-01-02 03:04:05+00:00"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,168 @@
+"""The verbs that work on this machine alone: run, attach, stop, rehearse, merge."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life, text_of
+from finetune_cli.cluster_verbs import DEFAULT_CLAIMS
+from finetune_job.api.base import Dtype
+from finetune_job.api.output import MergeBase, MergeSpec
+
+local_app = typer.Typer()
+
+ClaimsDirectory = Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")]
+ClaimPaths = Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")]
+RunNamespace = Annotated[str, typer.Option("-n", "--namespace", help="Namespace in the job's manifest.")]
+
+
+class BaseForm(StrEnum):
+    """The bases that a merge on this machine can add an adapter to."""
+
+    ORIGINAL = MergeBase.ORIGINAL.value
+    DEQUANTIZED = MergeBase.DEQUANTIZED.value
+
+
+@local_app.command()
+def run(
+    *,
+    file: Annotated[str, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")],
+    claims: ClaimsDirectory = DEFAULT_CLAIMS,
+    claim: ClaimPaths = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Write the results here instead of output.destination.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Remove the job's workspace and start over.")] = False,
+    output: Annotated[
+        Output, typer.Option("-o", "--output", help="Form of the answer; with json and yaml all else goes to standard error.")
+    ] = Output.TEXT,
+) -> None:
+    """Run a job as processes of this machine: fetch, preflight, training, merge, verification, publication.
+
+    Run it again to continue after an interruption. Exit code: 0 done, 1 refused, 2 unusable input, 3 failed, 130 interrupted.
+    """
+    from rich.console import Console
+
+    from finetune_cli.commands.run import Options, run_document, run_job, run_text
+    from finetune_cli.local.claims import parse_claims
+
+    with errors_told():
+        options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=output_dir, fresh=fresh)
+        end = run_job(text_of(file), options, Console(highlight=False, stderr=output is not Output.TEXT))
+    print_answer(output, lambda: run_text(end), lambda: run_document(end))
+    raise typer.Exit(end.exit_code)
+
+
+@local_app.command()
+def attach(
+    name: Annotated[str, typer.Argument(help="Name of the job.")],
+    namespace: RunNamespace = "default",
+    claims: ClaimsDirectory = DEFAULT_CLAIMS,
+) -> None:
+    """Follow a job that another command runs on this machine, until it ends. Ctrl-C ends this command alone."""
+    from rich.console import Console
+
+    from finetune_cli.local.known_runs import attach as follow
+    from finetune_cli.local.known_runs import find_run
+    from finetune_cli.render.run import LiveView
+
+    with errors_told():
+        found = find_run(claims, name, namespace)
+    with LiveView(Console(highlight=False), name) as view:
+        follow(found, view)
+
+
+@local_app.command()
+def stop(
+    name: Annotated[str, typer.Argument(help="Name of the job.")],
+    namespace: RunNamespace = "default",
+    claims: ClaimsDirectory = DEFAULT_CLAIMS,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for its end.")] = 600,
+) -> None:
+    """Have a job that runs on this machine save its state and end; `finetune run` continues it. Exit code: 0 it has ended."""
+    from finetune_cli.local.known_runs import find_run
+    from finetune_cli.local.known_runs import stop as stop_run
+
+    with errors_told(), signs_of_life(f"waiting for {namespace}/{name} to save its state and end"):
+        stop_run(find_run(claims, name, namespace), timeout)
+
+
+@local_app.command()
+def rehearse(
+    file: Annotated[str, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")],
+    claims: ClaimsDirectory = DEFAULT_CLAIMS,
+    claim: ClaimPaths = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 300,
+) -> None:
+    """Try a job on a scaled-down model: train, kill, resume, save, merge and verify, on two CPU ranks. Takes about a minute.
+
+    Reads the model's configuration and headers, no weights and no data. Exit code: 0 passed, 1 the job would not go right,
+    2 unusable input, 3 could not be tried to the end, 130 interrupted.
+    """
+    from finetune_cli.commands.rehearse import rehearse_job
+    from finetune_cli.commands.run import Options
+    from finetune_cli.local.claims import parse_claims
+
+    with errors_told():
+        options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=None, fresh=False)
+        code = rehearse_job(text_of(file), options, timeout)
+    raise typer.Exit(code)
+
+
+@local_app.command()
+def merge(
+    *,
+    base: Annotated[Path, typer.Option(help="Directory of the base model.")],
+    adapter: Annotated[
+        list[Path], typer.Option(help="Directory of an adapter in PEFT's layout; repeated: merged in this order.")
+    ],
+    output: Annotated[Path, typer.Option(help="Directory of the merged model; made, and complete once it exists.")],
+    dtype: Annotated[Dtype | None, typer.Option(help="Element type of the merged weights. Unset: the base's own.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight shard.")] = MergeSpec().max_shard_size,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the result with base and adapter.")] = True,
+    prompts: Annotated[Path | None, typer.Option(help="File with a prompt on each line for the comparison of logits.")] = None,
+    base_form: Annotated[
+        BaseForm,
+        typer.Option(
+            help="What an adapter of QLoRA or QDoRA is added to: Original, as stored, or Dequantized, as it saw it in training."
+        ),
+    ] = BaseForm.ORIGINAL,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="How a QLoRA or QDoRA training packed its base, as JSON of spec.method.quantization: for the comparison too."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device of the matrix products, by torch's name.")] = "cpu",
+    form: Annotated[
+        Output, typer.Option("-o", "--form", help="Form of the answer; with json and yaml all else goes to standard error.")
+    ] = Output.TEXT,
+) -> None:
+    """Merge adapters into a base model on this machine, in memory that does not grow with the model.
+
+    Run it again to continue after an interruption. Exit code: 0 done, 1 refused, 2 unusable input, 3 failed, 130 interrupted.
+    """
+    from rich.console import Console
+
+    from finetune_cli.commands.merge import merge as merge_order
+    from finetune_cli.commands.merge import merge_document, merge_text
+    from finetune_cli.local.programs import MergeOrder
+
+    order = MergeOrder(
+        base,
+        adapter,
+        output,
+        dtype.value if dtype else None,
+        max_shard_size,
+        verify,
+        prompts,
+        device,
+        MergeBase(base_form),
+        quantization,
+    )
+    with errors_told():
+        end = merge_order(order, Console(highlight=False, stderr=form is not Output.TEXT))
+    print_answer(form, lambda: merge_text(end, order), lambda: merge_document(end))
+    raise typer.Exit(end.exit_code)
