@@ -1,6 +1,7 @@
 """`finetune` and `kubectl finetune`: all verbs, and here those that judge, explain and look.
 
-Each reads its input, calls its module in `commands`, prints, and exits. What a verb needs is imported where that verb begins, so that each answers at once.
+Each reads its input, calls its module in `commands`, prints, and exits. What a verb needs is imported where that verb begins,
+so that each answers at once.
 """
 
 from __future__ import annotations
