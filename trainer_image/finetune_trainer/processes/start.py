@@ -13,8 +13,10 @@ import logging
 import os
 import signal
 import sys
+import threading
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 """prctl(2)."""
 _WITHOUT_PEFT = ("torch.distributed.run", "transformers")
+_META_KERNELS = "torch._meta_registrations"
+_bringing = threading.Lock()
 NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 """Keeps transformers from saying that torch is missing."""
 
@@ -81,6 +85,23 @@ def keep_bitsandbytes_out(plan: RunPlan | None = None) -> None:
     """
     if (plan is None or not may_need_bitsandbytes(plan)) and "bitsandbytes" not in sys.modules:
         _keep_out("bitsandbytes")
+
+
+def keep_meta_kernels_out() -> None:
+    """Have torch come without the kernels that it has in Python for tensors without values, unless it is there already.
+
+    They are a third of its import. What builds modules without values calls `bring_meta_kernels` first.
+    """
+    if "torch" not in sys.modules:
+        sys.modules[_META_KERNELS] = ModuleType(_META_KERNELS)
+
+
+def bring_meta_kernels() -> None:
+    """Undo `keep_meta_kernels_out`. May be called by several threads."""
+    with _bringing:
+        if _META_KERNELS in sys.modules and sys.modules[_META_KERNELS].__spec__ is None:
+            del sys.modules[_META_KERNELS]
+            import_module(_META_KERNELS)
 
 
 def may_need_bitsandbytes(plan: RunPlan) -> bool:

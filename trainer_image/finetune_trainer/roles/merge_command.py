@@ -23,7 +23,7 @@ from finetune_job.api.output import MergeBase, MergeSpec
 from finetune_job.failures import EXIT_CODES
 from finetune_job.layout import MergedPaths
 from finetune_trainer.errors import ConfigError, classify
-from finetune_trainer.processes.start import die_with, end, keep_bitsandbytes_out, preload
+from finetune_trainer.processes.start import die_with, end, keep_bitsandbytes_out, keep_meta_kernels_out, preload
 from finetune_trainer.weights.headers import OUTPUT_DTYPES
 
 if TYPE_CHECKING:
@@ -224,4 +224,6 @@ if __name__ == "__main__":
         die_with(given.parent)
     if given.quantization is None and given.base_form is MergeBase.ORIGINAL:
         keep_bitsandbytes_out()
+    if not given.verify:
+        keep_meta_kernels_out()
     end(main())

@@ -12,6 +12,7 @@ import torch
 from finetune_trainer.merge.changes import Addition, Change, LowRank, ModuleMerge, Orientation, TokenRows
 from finetune_trainer.merge.steps.low_rank import Factors, LowRankStep, part_of_factors, row_blocks
 from finetune_trainer.merge.steps.step import ReadTensor, Scratch, Step
+from finetune_trainer.processes.start import bring_meta_kernels
 from finetune_trainer.weights.rounding import all_finite, round_into
 
 
@@ -29,10 +30,12 @@ def load_step(change: Change, num_rows: int, num_columns: int, compute: torch.dt
             return TokenRowsStep(change.indices, read(change.tensor), compute)
         case ModuleMerge():
             # Imports transformers and PEFT, which take more memory than the merge itself: only if they are needed.
+            bring_meta_kernels()
             from finetune_trainer.merge.steps.peft_layer import ModuleStep
 
             return ModuleStep(change, compute, read)
         case _:
+            bring_meta_kernels()
             from finetune_trainer.merge.steps.quantization import QuantizationStep
 
             return QuantizationStep(change, compute)

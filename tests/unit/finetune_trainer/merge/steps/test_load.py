@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune_trainer.merge.changes import TokenRows
+from finetune_trainer.merge.changes import Change, ModuleMerge, Quantization, TokenRows
+from finetune_trainer.merge.steps import load
 from finetune_trainer.merge.steps.load import load_step
 from finetune_trainer.merge.steps.step import Scratch
 from finetune_trainer.weights.headers import TensorHeader
@@ -51,3 +52,20 @@ def test_a_row_that_is_not_finite_is_seen() -> None:
     out = torch.zeros(8, COLUMNS)
     assert not step.apply(torch.ones(8, COLUMNS), (0, 8), out, Scratch())
     assert step.apply(torch.ones(8, COLUMNS), (8, 16), out, Scratch())
+
+
+@pytest.mark.parametrize(
+    ("change", "brings"),
+    [
+        (TokenRows((3,), STORED), 0),
+        (Quantization("nf4", double_quant=False, load_dtype="float32", compute_dtype="float32"), 1),
+        (ModuleMerge("layer", "Linear", "weight", {"weight": STORED}, {}, {}), 1),
+    ],
+)
+def test_what_builds_layers_has_kernels_for_tensors_without_values(
+    change: Change, brings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brought: list[None] = []
+    monkeypatch.setattr(load, "bring_meta_kernels", lambda: brought.append(None))
+    load_step(change, ROWS, COLUMNS, torch.float32, lambda _: torch.ones(1, COLUMNS))
+    assert len(brought) == brings
