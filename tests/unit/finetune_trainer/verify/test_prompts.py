@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune_trainer.verify.prompts import NUM_PROMPTS, NUM_TOKENS, default_prompts
+from finetune_trainer.verify.prompts import default_prompts
 from finetune_trainer.weights.errors import BrokenCheckpointError
 
 
@@ -28,9 +28,9 @@ def test_prompts_are_the_same_each_time_and_hold_ordinary_tokens_only(tmp_path: 
     )
     prompts = default_prompts(base)
     assert prompts == default_prompts(base)
-    assert [len(prompt) for prompt in prompts] == [NUM_TOKENS] * NUM_PROMPTS
+    assert [len(prompt) for prompt in prompts] == [64] * 8
     assert {token for prompt in prompts for token in prompt} == set(range(40)) - {1, 2, 3, 4, 5, 39}
-    assert len({tuple(prompt) for prompt in prompts}) == NUM_PROMPTS
+    assert len({tuple(prompt) for prompt in prompts}) == 8
 
 
 def test_prompts_fit_the_models_positions_and_may_be_described_in_a_text_config(tmp_path: Path) -> None:
