@@ -35,6 +35,9 @@ def run(
     claim: ClaimPaths = None,
     output_dir: Annotated[Path | None, typer.Option(help="Write the results here instead of output.destination.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove the job's workspace and start over.")] = False,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Train on so many ranks, to the same bytes: for training.reduction Ordered.")
+    ] = None,
     output: Annotated[
         Output, typer.Option("-o", "--output", help="Form of the answer; with json and yaml all else goes to standard error.")
     ] = Output.TEXT,
@@ -49,7 +52,9 @@ def run(
     from finetune_cli.local.claims import parse_claims
 
     with errors_told():
-        options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=output_dir, fresh=fresh)
+        options = Options(
+            claims=claims, claim_paths=parse_claims(claim or []), output_directory=output_dir, fresh=fresh, ranks=ranks
+        )
         end = run_job(text_of(file), options, Console(highlight=False, stderr=output is not Output.TEXT))
     print_answer(output, lambda: run_text(end), lambda: run_document(end))
     raise typer.Exit(end.exit_code)

@@ -216,6 +216,10 @@ def casts(method: MethodType, version: int, world_size: int, computed: str | Non
     return Casts(None if is_left else computed, computed)
 
 
+ORDERED_VALUES_AT_ONCE = 1 << 20
+"""Of each virtual rank's gradient that an ordered reduction exchanges at a time, as float32."""
+
+
 def large_modules(
     parameters: Iterable[tuple[str, int]], minimum: int, cannot_be_unit: Callable[[str, Collection[str]], bool]
 ) -> list[str]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from finetune_job.api.inputs import Attention
-from finetune_job.api.training import ActivationCheckpointing, OptimizerName
+from finetune_job.api.training import ActivationCheckpointing, GradientReduction, OptimizerName
 from finetune_job.plan.element_types import DTYPE_BYTES, Elements
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.sharding import can_load_shards
+from finetune_job.sharding import ORDERED_VALUES_AT_ONCE, can_load_shards
 from finetune_memory.activations import Activations, Layer, TrainingPass, layer_activations, read_layers
 from finetune_memory.adapters import quantised
 from finetune_memory.loss import loss_bytes
@@ -86,7 +86,10 @@ class _Estimator:
         self.held = quantised_shape(plan, shape, elements)
         self.units: tuple[Unit, ...] = units_of(self.held)
         self.world_size = plan.parallelism.world_size
-        self.kept = shards(self.units, plan.parallelism.fsdp, self.world_size, param_dtype=elements.param)
+        self.is_ordered = plan.training.reduction is GradientReduction.ORDERED
+        self.kept = shards(
+            self.units, plan.parallelism.fsdp, self.world_size, param_dtype=elements.param, is_replicated=self.is_ordered
+        )
         self.is_sharded = self.world_size > 1
         lora = plan.method.lora
         attention = plan.model.attention
@@ -127,12 +130,14 @@ class _Estimator:
 
     def _shards(self) -> list[Term]:
         kept, cut = self.kept, f"1/{self.world_size}" if self.is_sharded else "all"
-        values = sum(each.numel for each in self.shape.parameters if each.is_trained)
         return [
             Term("frozen weights", kept.frozen, f"{cut} of the base, {self._held_types()}"),
-            Term("trained weights", kept.trained, f"{cut} of {values:,} values"),
+            Term("trained weights", kept.trained, f"{'all' if self.is_ordered else cut} of {self._num_trained():,} values"),
             Term("optimizer state", self._state_bytes(), f"{self.plan.training.optimizer.value} of the trained weights"),
         ]
+
+    def _num_trained(self) -> int:
+        return sum(each.numel for each in self.shape.parameters if each.is_trained)
 
     def _held_types(self) -> str:
         quantization, load = self.plan.method.quantization, self.elements.load
@@ -150,7 +155,7 @@ class _Estimator:
         """Gradients while a step's later micro-batches are computed."""
         if self.plan.training.gradient_accumulation_steps == 1:
             return Term("gradients", 0, "")
-        if not self.is_sharded or all(each.is_trained for each in self.shape.parameters):
+        if not self.is_sharded or self.is_ordered or all(each.is_trained for each in self.shape.parameters):
             return Term("gradients", self.kept.gradients, "of the earlier micro-batches")
         width = {each.name: DTYPE_BYTES[self.elements.reduce or each.dtype] for each in self.held.parameters}
         whole = sum(each.numel * width[each.name] for each in self.held.parameters if each.is_trained)
@@ -308,9 +313,16 @@ class _Estimator:
         root = self.units[-1].gathered_bytes(self.elements.param) if self.is_sharded and not self.units[-1].name else 0
         return [
             Term("gradients", self.kept.gradients, "reduced"),
+            self._ordered_sum(),
             Term("temporary", temporary, f"update of {self.plan.training.optimizer.value}"),
             Term("gathered weights", root, "the root, until it is gathered again"),
         ]
+
+    def _ordered_sum(self) -> Term:
+        """A virtual rank's gradients, their sum, and a part of those of all virtual ranks, sent and received."""
+        values = self._num_trained() if self.is_ordered else 0
+        exchanged = (self.world_size + 1) * min(values, ORDERED_VALUES_AT_ONCE)
+        return Term("ordered sum", 4 * (2 * values + exchanged), "of the gradients of all ranks, as float32")
 
     def _snapshot(self) -> int:
         return self.kept.trained_elements + self._state_bytes()

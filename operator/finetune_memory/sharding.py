@@ -8,7 +8,7 @@ if original parameters are kept, each begins at a multiple of 16 bytes (torch/di
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.plan.element_types import DTYPE_BYTES, Elements
@@ -88,8 +88,19 @@ def _is_list(name: str, modules: Collection[str]) -> bool:
     return f"{name}.0" in modules
 
 
-def shards(units: Sequence[Unit], fsdp: FsdpPlan, world_size: int, rank: int = 0, param_dtype: str | None = None) -> Shards:
-    """What `rank` keeps of these units. No other rank keeps more than the first."""
+def shards(
+    units: Sequence[Unit],
+    fsdp: FsdpPlan,
+    world_size: int,
+    rank: int = 0,
+    param_dtype: str | None = None,
+    *,
+    is_replicated: bool = False,
+) -> Shards:
+    """What `rank` keeps of these units. No other keeps more than the first. is_replicated: each keeps all that is trained."""
+    if world_size > 1 and is_replicated:
+        whole = shards(units, fsdp, 1)
+        return replace(whole, frozen=shards(units, fsdp, world_size, rank, param_dtype).frozen)
     if world_size == 1:
         every = [each for unit in units for each in unit.parameters]
         trained = [each for each in every if each.is_trained]

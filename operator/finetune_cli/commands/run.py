@@ -21,10 +21,12 @@ from finetune_cli.render.run import LiveView, summary_document, summary_text
 from finetune_cli.render.verdicts import finding_text, report_text
 from finetune_job.api.base import ClaimPath
 from finetune_job.api.job import FineTuneJob
+from finetune_job.api.training import GradientReduction
 from finetune_job.failures import Outcome, TerminationReport
 from finetune_job.finding import Finding
 from finetune_job.names import JOB_KIND, Role
 from finetune_job.plan.resolve import resolve
+from finetune_job.plan.resolve_training import world_size
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
 
 
@@ -36,6 +38,8 @@ class Options:
     claim_paths: Mapping[str, Path]
     output_directory: Path | None
     fresh: bool
+    ranks: int | None = None
+    """That train, if not as many as the job says."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ def run_job(manifest: str, options: Options, console: Console) -> RunEnd:
     if isinstance(job, Refusal):
         return RunEnd(job.exit_code, findings=job.findings)
     check_trainer()
-    plan = local_plan(job, options.output_directory is not None)
+    plan = local_plan(job, options.output_directory is not None, options.ranks)
     claims = claims_of(plan)
     given = dict(options.claim_paths)
     if options.output_directory is not None:
@@ -74,7 +78,7 @@ def run_job(manifest: str, options: Options, console: Console) -> RunEnd:
         if refusing:
             return RunEnd(ExitCode.REFUSED, plan.job, refusing)
         with LiveView(console, plan.job.name) as view, Interruption() as interruption:
-            local_run = LocalRun(place, plan, record, lock, view)
+            local_run = LocalRun(place, plan, record, lock, view, ranks=options.ranks)
             code = local_run.execute(job.spec.run.max_restarts, interruption)
         return RunEnd(code, plan.job, [], local_run.last, summarise(plan, local_run.record, place.claims))
 
@@ -139,12 +143,24 @@ def check_given(claims: Sequence[ClaimUse], given: Mapping[str, Path]) -> None:
         raise LocalError(f"--claim {unknown[0]}: the job names no such claim; it names {', '.join(use.name for use in claims)}")
 
 
-def local_plan(job: FineTuneJob, own_output: bool) -> RunPlan:
-    """The plan of a job on this machine. `own_output`: results go to a directory alone. Raises LocalError."""
-    if job.spec.parallelism.nodes > 1:
+def local_plan(job: FineTuneJob, own_output: bool, ranks: int | None = None) -> RunPlan:
+    """The plan of a job on this machine. `own_output`: results go to a directory alone. `ranks`: that train, if not as many as
+    the job says. Raises LocalError.
+    """
+    is_ordered, most = job.spec.training.reduction is GradientReduction.ORDERED, world_size(job.spec)
+    if ranks is not None and not is_ordered:
+        raise LocalError(
+            f"--ranks {ranks}: on another number of ranks than its own a job trains other bytes; "
+            "set spec.training.reduction to Ordered, or change spec.parallelism",
+            ExitCode.REFUSED,
+        )
+    if ranks is not None and ranks > most:
+        raise LocalError(f"--ranks {ranks}: the job has {most}; give at most as many", ExitCode.REFUSED)
+    if ranks is None and job.spec.parallelism.nodes > 1:
+        fewer = f"give --ranks 1 to {most}" if is_ordered else "set it to 1 and raise processesPerNode"
         raise LocalError(
             f"spec.parallelism.nodes: {job.spec.parallelism.nodes} cannot run on one machine; "
-            "set it to 1 and raise processesPerNode, or apply the job to a cluster",
+            f"{fewer}, or apply the job to a cluster",
             ExitCode.REFUSED,
         )
     identity = JobIdentity(namespace=job.metadata.namespace, name=job.metadata.name, uid=LOCAL_UID)

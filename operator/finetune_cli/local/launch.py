@@ -48,6 +48,8 @@ class RoleArguments:
     termination_log: Path
     lock: int
     """Descriptor that the process inherits, so that the job stays taken as long as it lives."""
+    ranks: int | None = None
+    """That train, if not as many as the plan says."""
 
     @property
     def run(self) -> list[str]:
@@ -67,6 +69,7 @@ class RoleArguments:
                 str(master_port),
                 "--observe-port",
                 "0",
+                *([] if self.ranks is None else ["--ranks", str(self.ranks)]),
             ]
         return arguments
 

@@ -88,8 +88,18 @@ def next_step(
 class LocalRun:
     """One command's work on a job."""
 
-    def __init__(self, place: RunDirectory, plan: RunPlan, record: RunRecord, lock: int, audience: RunListener) -> None:
-        """`lock`: descriptor that keeps the job taken."""
+    def __init__(
+        self,
+        place: RunDirectory,
+        plan: RunPlan,
+        record: RunRecord,
+        lock: int,
+        audience: RunListener,
+        *,
+        ranks: int | None = None,
+    ) -> None:
+        """`lock`: descriptor that keeps the job taken. `ranks`: that train, if not as many as the plan says."""
+        self.ranks = ranks
         self.place, self.plan, self.record, self.lock, self.audience = place, plan, record, lock, audience
         workspace = plan.workspace
         self.last: TerminationReport | None = None
@@ -136,6 +146,7 @@ class LocalRun:
                 claims_root=self.place.claims,
                 termination_log=self.place.termination_log(role, attempt),
                 lock=self.lock,
+                ranks=self.ranks,
             ),
             output,
             interruption,

@@ -44,6 +44,15 @@ class ActivationCheckpointing(StrEnum):
     FULL = "Full"
 
 
+class GradientReduction(StrEnum):
+    """How the gradients of ranks are added up."""
+
+    FAST = "Fast"
+    """In the order of the collective library, which depends on the number of ranks."""
+    ORDERED = "Ordered"
+    """In a fixed order: the result has the same bytes on any number of ranks up to the job's."""
+
+
 TrackerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,63}$", max_length=63)]
 
 
@@ -89,6 +98,9 @@ class TrainingSpec(ApiModel):
     """Recomputation of activations. Unset: None, or as much as preflight finds that a rank's memory needs."""
     compile: bool = False
     """Compile each layer with torch.compile: faster steps after minutes of compilation."""
+    reduction: GradientReduction = GradientReduction.FAST
+    """How the gradients of ranks are added up. Ordered: dropout and sums depend on the job's number of ranks alone, so that fewer
+    ranks train the same bytes; each rank keeps the whole adapter. For LoRA, QLoRA, DoRA and QDoRA under FSDP 2."""
     step_timeout_seconds: Annotated[int, Field(ge=10, le=86_400)] = 1800
     """A rank that finishes no step, evaluation or save within this time counts as stalled: the stacks of all ranks are collected
     and the attempt ends."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from finetune_job.api.base import Dtype
 from finetune_job.api.method import MethodType
-from finetune_job.api.training import Precision
+from finetune_job.api.training import GradientReduction, Precision
 from finetune_job.plan.run_plan import RunPlan
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
@@ -81,7 +81,8 @@ def resolve_elements(plan: RunPlan, stored: str) -> Elements:
         param, load = param or load, "float32"
     elif plan.method.autocast_adapter_dtype and plan.method.trains_parts_of_the_base and load != "float32":
         param = param or load
-    casts = plan.parallelism.world_size > 1 and fsdp.version == 2
+    is_ordered = plan.training.reduction is GradientReduction.ORDERED
+    casts = plan.parallelism.world_size > 1 and fsdp.version == 2 and not is_ordered
     if not casts and param is not None and load != Dtype.FLOAT32:
         load = param
     return Elements(

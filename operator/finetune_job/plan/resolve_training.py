@@ -68,6 +68,7 @@ def training_plan(spec: FineTuneJobSpec, choices: Choices) -> TrainingPlan:
             "preflight chooses: None if a micro-batch fits without it, because recomputation costs up to half again the time",
         ),
         compile=training.compile,
+        reduction=training.reduction,
         step_timeout_seconds=training.step_timeout_seconds,
         trackers=tuple(training.trackers or ()),
         seed=training.seed,

@@ -18,7 +18,7 @@ from finetune_job.api.inputs import Attention, DataFormat, LossOn
 from finetune_job.api.method import LoraBias, LoraInit, MethodType, QuantStorage, QuantType
 from finetune_job.api.output import MergeBase
 from finetune_job.api.parallelism import AutoWrapPolicy
-from finetune_job.api.training import ActivationCheckpointing, OptimizerName, Precision, Scheduler
+from finetune_job.api.training import ActivationCheckpointing, GradientReduction, OptimizerName, Precision, Scheduler
 from finetune_job.methods import METHODS
 from finetune_job.plan.launch_plan import (
     CheckpointInterval,
@@ -196,6 +196,7 @@ class TrainingPlan(PlanModel):
     """None: fp32 for a float32 model, else bf16."""
     activation_checkpointing: ActivationCheckpointing
     compile: bool = False
+    reduction: GradientReduction = GradientReduction.FAST
     step_timeout_seconds: int = 3600
     """Without a watchdog of the steps, what ended a rank that waited for others was the time-out of an hour on their messages."""
     trackers: tuple[str, ...] = ()

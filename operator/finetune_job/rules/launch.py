@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from finetune_job.api.job import Rehearsal
+from finetune_job.api.method import LoraBias
 from finetune_job.api.output import AccessMode
 from finetune_job.api.pod_settings import quantity_bytes
-from finetune_job.api.training import ActivationCheckpointing
+from finetune_job.api.training import ActivationCheckpointing, GradientReduction
 from finetune_job.plan.resolve_training import world_size
 from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, format_value, rule
 
@@ -18,8 +20,10 @@ _GLOBAL = "training.globalBatchSize"
 _MICRO = "training.microBatchSize"
 _ACCESS = "workspace.volumeClaimTemplate.accessMode"
 _OFFLOAD = "parallelism.fsdp.offloadParams"
+_REDUCTION, _METHOD, _VERSION, _LORA = "training.reduction", "method.type", "parallelism.fsdp.version", "method.lora."
 _REHEARSAL = "preflight.rehearsal"
 _NODES, _PROCESSES = "parallelism.nodes", "parallelism.processesPerNode"
+PACKED_BITS, ORDERED_FSDP = 4, 2
 LARGEST_GLOBAL_BATCH = 1_000_000
 """The limit of the field itself."""
 
@@ -127,6 +131,59 @@ def offload_without_gpu(context: RuleContext) -> Problem | None:
 
 
 @rule(
+    "ordered-reduction-not-possible",
+    "Gradients are added up in order for low-rank adapters under FSDP 2",
+    reads=(
+        _REDUCTION,
+        _METHOD,
+        _VERSION,
+        _OFFLOAD,
+        *(_LORA + name for name in ("bias", "modulesToSave", "targetParameters", "trainableTokenIndices")),
+        "method.quantization.bits",
+        _NODES,
+        _PROCESSES,
+    ),
+    sources=("every rank keeps all that is trained, and a gradient of it for each virtual rank",),
+    holds_for=OURS,
+)
+def ordered_reduction_not_possible(context: RuleContext) -> Problem | None:
+    if context.spec.training.reduction is not GradientReduction.ORDERED:
+        return None
+    reason = next(_against_order(context), None)
+    if reason is None:
+        return None
+    return Problem(
+        field=_REDUCTION,
+        value=GradientReduction.ORDERED,
+        message=f"{reason}; gradients are added up in order only for what every rank can keep whole: the factors of LoRA, QLoRA, "
+        "DoRA and QDoRA, under FSDP 2",
+        fix=f"remove {_REDUCTION}",
+        changes={_REDUCTION: None},
+    )
+
+
+def _against_order(context: RuleContext) -> Iterator[str]:
+    method, lora, fsdp = context.plan.method, context.plan.method.lora, context.plan.parallelism.fsdp
+    if lora is None:
+        yield f"{_METHOD} is {method.type}"
+        return
+    if lora.bias is not LoraBias.NONE:
+        yield f"{_LORA}bias trains parts of the base"
+    if lora.modules_to_save:
+        yield f"{_LORA}modulesToSave trains parts of the base"
+    if lora.trainable_token_indices:
+        yield f"{_LORA}trainableTokenIndices trains parts of the base"
+    if lora.target_parameters:
+        yield f"{_LORA}targetParameters makes the adapted parameters anew in each pass"
+    if method.quantization is not None and method.quantization.bits != PACKED_BITS:
+        yield f"method.quantization.bits is {method.quantization.bits}"
+    if context.plan.parallelism.world_size > 1 and fsdp.version != ORDERED_FSDP:
+        yield f"{_VERSION} is {fsdp.version}"
+    if fsdp.offload_params:
+        yield f"{_OFFLOAD} is true"
+
+
+@rule(
     "rehearsal-required",
     "The profile lets a job train only after a rehearsal",
     reads=(_REHEARSAL,),
@@ -196,6 +253,7 @@ RULES = (
     nodes_need_read_write_many,
     offload_without_gpu,
     compile_with_selective_checkpointing,
+    ordered_reduction_not_possible,
     rehearsal_required,
     profile_limit_exceeded,
 )

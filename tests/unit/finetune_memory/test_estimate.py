@@ -28,6 +28,19 @@ def test_ranks_share_weights_but_not_activations() -> None:
     assert term(eight, "gathered weights") > 0 == term(one, "gathered weights")
 
 
+def test_an_ordered_reduction_keeps_adapters_whole_and_the_sum_of_their_gradients() -> None:
+    job = small_job().processes_per_node(8)
+    fast, ordered = judged(job).estimate, judged(job.spec("training.reduction", "Ordered")).estimate
+    weights = 4 * 41_943_040  # rank 16 on all linear layers
+    assert (term(fast, "trained weights"), term(ordered, "trained weights")) == (weights // 8, weights)
+    assert term(ordered, "frozen weights") == term(fast, "frozen weights")
+    assert term(ordered, "gradients") == weights
+    assert term(fast, "ordered sum") == 0
+    # Of a large adapter the optimizer step needs the most: two copies, and a million values of each of eight ranks and of this.
+    step = judged(job.spec("training.reduction", "Ordered").spec("method.lora.r", 512)).estimate
+    assert (step.moment, term(step, "ordered sum")) == ("the optimizer step", 2 * 32 * weights + 9 * 4 * 2**20)
+
+
 def test_each_saving_saves() -> None:
     plain = changed()
     assert changed(training__activationCheckpointing="Full") < changed(training__activationCheckpointing="Selective") < plain

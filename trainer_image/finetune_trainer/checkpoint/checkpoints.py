@@ -12,7 +12,7 @@ from finetune_trainer.checkpoint.evidence import Evidence, recorded_progress
 from finetune_trainer.checkpoint.load import load, newest_valid, unusable_checkpoints, verified_manifest
 from finetune_trainer.checkpoint.manifest import Manifest, Origin, RunState, directory_name
 from finetune_trainer.checkpoint.save import PendingSave, Snapshot, begin_save, commit_save
-from finetune_trainer.checkpoint.state import ParameterRange
+from finetune_trainer.checkpoint.state import ParameterRange, share
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import CheckpointError, SaveError
 from finetune_trainer.ranks.gang import Gang
@@ -42,8 +42,11 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         *,
         first_values: str | None = None,
+        is_replicated: bool = False,
     ) -> None:
+        """is_replicated: whether every rank keeps all of each piece."""
         self._gang, self._pieces, self._optimizer = gang, pieces, optimizer
+        self._written = share(pieces, gang.rank, gang.world_size) if is_replicated else pieces
         self._plan = context.plan.checkpoint
         self._exports_best = context.plan.evaluation.load_best_model_at_end
         self._workspace, self._root = context.workspace, context.workspace.checkpoints
@@ -119,7 +122,7 @@ class Checkpoints:
             self._under_way = begin_save(
                 self._root,
                 step=step,
-                found=self._pieces,
+                found=self._written,
                 optimizer=self._optimizer,
                 gang=self._gang,
                 origin=self._origin,

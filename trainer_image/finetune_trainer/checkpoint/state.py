@@ -7,7 +7,7 @@ any world size can read it. Optimizer state is created before the first step: cr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -53,6 +53,17 @@ class ParameterRange:
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         return local.view(-1)[self.offset : self.offset + self.stop - self.start]
+
+
+def share(found: Iterable[ParameterRange], rank: int, world_size: int) -> list[ParameterRange]:
+    """Of pieces that every rank keeps, what this rank writes down: together the ranks write each value once."""
+    return [
+        replace(piece, start=first, stop=last, offset=piece.offset + first - piece.start)
+        for piece in found
+        for size in (piece.stop - piece.start,)
+        for first in (piece.start + size * rank // world_size,)
+        for last in (piece.start + size * (rank + 1) // world_size,)
+    ]
 
 
 def pieces(model: nn.Module, *, frozen: bool = False) -> list[ParameterRange]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -65,8 +66,13 @@ def _leave_inputs_to_units(model: nn.Module) -> None:
             layer.cast_input_dtype_enabled = False
 
 
-def shard_with_fsdp2(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, mesh: DeviceMesh) -> nn.Module:
-    """Shard `model` in place over `mesh`; the model itself."""
+def shard_with_fsdp2(
+    model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, mesh: DeviceMesh, whole: Sequence[nn.Parameter] = ()
+) -> nn.Module:
+    """Shard `model` in place over `mesh`; the model itself. Each rank keeps all of the parameters in `whole`."""
+    for parameter in whole:
+        # FSDP moves only what it shards.
+        parameter.data = parameter.data.to(mesh.device_type)
     modules = dict(model.named_modules())
     units = [modules[name] for name in unit_names(model, fsdp)]
     for module in [*units, model]:
@@ -77,6 +83,7 @@ def shard_with_fsdp2(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, mesh
             reshard_after_forward=fsdp.reshard_after_forward is not False,
             mp_policy=MixedPrecisionPolicy(param_dtype=dtypes.param, reduce_dtype=dtypes.reduce),
             offload_policy=CPUOffloadPolicy() if fsdp.offload_params else OffloadPolicy(),
+            ignored_params=set(whole) or None,
         )
     return model
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from peft import PeftModel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from finetune_job.api.training import GradientReduction
 from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import FsdpPlan, RunPlan
 from finetune_job.sharding import reduces_every_micro_step
@@ -66,7 +67,9 @@ def build(
     """
     stored = stored_dtype(base_model)
     dtypes = resolve_dtypes(plan, stored)
-    casts = resolve_casts(plan, dtypes, gang.world_size)
+    is_ordered = plan.training.reduction is GradientReduction.ORDERED
+    # Adapters that are not sharded are not cast by FSDP, and what computes them must not depend on the number of ranks.
+    casts = resolve_casts(plan, dtypes, 1 if is_ordered else gang.world_size)
     fsdp, trains_adapter, is_sharded = plan.parallelism.fsdp, plan.method.trains_adapter, gang.world_size > 1
     check_decomposed(plan, stored)
     # A single rank holds all of it anyway.
@@ -97,7 +100,8 @@ def build(
     if plan.training.compile:
         compile_layers(model, fsdp)
     packed = packed_layers(model, headers, dtypes.load) if headers is not None and plan.method.quantization is not None else {}
-    model = _shard(model, fsdp, replace(dtypes, param=casts.by_fsdp), gang)
+    whole = [parameter for parameter in model.parameters() if parameter.requires_grad] if is_ordered else []
+    model = _shard(model, fsdp, replace(dtypes, param=casts.by_fsdp), gang, whole)
     if headers is not None:
         every = pieces(model, frozen=True)
         fill_from_files(model, [piece for piece in every if piece.name not in packed], headers, dtypes.load)
@@ -119,12 +123,12 @@ def build(
     )
 
 
-def _shard(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, gang: Gang) -> nn.Module:
-    """The model on this rank's device, with its share of the parameters."""
+def _shard(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, gang: Gang, whole: Sequence[nn.Parameter] = ()) -> nn.Module:
+    """The model on this rank's device, with its share of the parameters, and all of those in `whole`."""
     if gang.world_size == 1:
         return model.to(gang.device)
     if fsdp.version == 2:
-        return shard_with_fsdp2(model, fsdp, dtypes, init_device_mesh(gang.device.type, (gang.world_size,)))
+        return shard_with_fsdp2(model, fsdp, dtypes, init_device_mesh(gang.device.type, (gang.world_size,)), whole)
     return shard_with_fsdp1(model, fsdp, dtypes, gang.device)
 
 

@@ -20,9 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
+from finetune_job.api.training import GradientReduction
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.names import SHUTDOWN_SECONDS, Role
 from finetune_trainer.context import RunContext
+from finetune_trainer.errors import ConfigError
 from finetune_trainer.files import read_own
 from finetune_trainer.inspection.special_files import require_links_inside
 from finetune_trainer.processes.child import Child, encode_answer, fork, fork_answering, wait_for_answer
@@ -66,6 +68,8 @@ class Launch:
     master_address: str
     master_port: int
     observe_port: int
+    ranks: int | None = None
+    """On this node alone, which is then all of the gang. For plans with an ordered reduction; None: as the plan says."""
 
 
 class MasterUnreachableError(ConnectionError):
@@ -78,6 +82,11 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
     SIGTERM stays taken after the return, so that another one cannot end the process before its report is written.
     """
     role = Role.TRAIN.value
+    if launch.ranks is not None and context.plan.training.reduction is not GradientReduction.ORDERED:
+        raise ConfigError(
+            f"--ranks {launch.ranks}: the plan's ranks add up gradients in an order of their own number",
+            "leave --ranks out, or set spec.training.reduction to Ordered",
+        )
     stopped = threading.Event()
     reports_directory = context.workspace.reports(role, context.attempt)
     remove_rank_reports(reports_directory, _local_ranks(context, launch))
@@ -142,12 +151,12 @@ def start_method_of_ranks() -> str:
 
 def torchrun_arguments(context: RunContext, launch: Launch, pipes: Path, start_method: str) -> list[str]:
     """Of this node's agent."""
-    parallelism = context.plan.parallelism
+    nodes = context.plan.parallelism.nodes if launch.ranks is None else 1
     agent = {
-        "--nnodes": parallelism.nodes,
-        "--nproc-per-node": parallelism.processes_per_node,
+        "--nnodes": nodes,
+        "--nproc-per-node": len(_local_ranks(context, launch)),
         "--node-rank": launch.node_rank,
-        "--master-addr": LOOPBACK if parallelism.nodes == 1 else launch.master_address,
+        "--master-addr": LOOPBACK if nodes == 1 else launch.master_address,
         "--master-port": launch.master_port,
         "--max-restarts": 0,
         "--shutdown-timeout": SHUTDOWN_SECONDS,
@@ -172,7 +181,7 @@ def torchrun_arguments(context: RunContext, launch: Launch, pipes: Path, start_m
 
 def _local_ranks(context: RunContext, launch: Launch) -> range:
     """Global ranks on this node, by local rank."""
-    num_ranks = context.plan.parallelism.processes_per_node
+    num_ranks = launch.ranks or context.plan.parallelism.processes_per_node
     return range(launch.node_rank * num_ranks, (launch.node_rank + 1) * num_ranks)
 
 

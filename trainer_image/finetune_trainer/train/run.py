@@ -12,6 +12,9 @@ import signal
 import time
 from types import FrameType
 
+import torch
+
+from finetune_job.api.training import GradientReduction
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.checkpoint.checkpoints import Checkpoints
 from finetune_trainer.checkpoint.manifest import RunState
@@ -36,6 +39,7 @@ from finetune_trainer.train.export import export
 from finetune_trainer.train.optimizers import build_optimizer
 from finetune_trainer.train.policy import learning_rate, total_steps
 from finetune_trainer.train.step import held_out_loss
+from finetune_trainer.train.virtual_ranks import VirtualRanks
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +87,21 @@ class _Loop:
         self.objective = NextToken()
         first_values = self._first_values()
         self.model: TrainedModel = build(self.plan, context.base_model, gang, self.objective, context.workspace.first_values)
-        self.batches = one_step.StepBatches(self.data.train, training, gang)
+        is_ordered = training.reduction is GradientReduction.ORDERED
+        virtual = VirtualRanks(self.plan.parallelism.world_size, gang) if is_ordered else None
+        if is_ordered and gang.device.type == "cpu":
+            # A product that threads share is added up in parts, as many as there are processors for a rank.
+            torch.set_num_threads(1)
+        self.batches = one_step.StepBatches(self.data.train, training, gang, virtual)
         self.optimizer = build_optimizer(self.model.pieces, self.plan)
         self.checkpoints = Checkpoints(
-            context, gang, self.data.data_hash, self.model.pieces, self.optimizer, first_values=first_values
+            context,
+            gang,
+            self.data.data_hash,
+            self.model.pieces,
+            self.optimizer,
+            first_values=first_values,
+            is_replicated=is_ordered,
         )
         manifest = self.checkpoints.resume()
         self.is_resumed = manifest is not None

@@ -23,12 +23,13 @@ from torch.distributed.tensor import DTensor
 from finetune_job.plan.run_plan import TrainingPlan
 from finetune_trainer.errors import NonFiniteError
 from finetune_trainer.model.fsdp_versions import Reduction, reducing
-from finetune_trainer.model.objective import Objective, Split
+from finetune_trainer.model.objective import BatchSize, Objective, Split
 from finetune_trainer.observe.steps import StepResult
 from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.train.batches import Prefetch, global_batch, micro_batch
 from finetune_trainer.train.optimizers import set_learning_rate
 from finetune_trainer.train.policy import UNSCALED, halved_loss_scale
+from finetune_trainer.train.virtual_ranks import VirtualRanks, flat_gradients, ordered_sum, summed_in_order, take_gradients
 
 log = logging.getLogger(__name__)
 
@@ -38,26 +39,30 @@ NON_FINITE_HINT = "lower learningRate, raise warmupRatio, or look at the records
 class StepBatches:
     """The batches of one rank, step by step."""
 
-    def __init__(self, data: Split[Any], training: TrainingPlan, gang: Gang) -> None:
-        self.data = data
+    def __init__(self, data: Split[Any], training: TrainingPlan, gang: Gang, virtual: VirtualRanks | None = None) -> None:
+        """virtual: whose parts this rank computes, one after the other; None: its own alone."""
+        self.data, self.virtual = data, virtual
         self._training, self._gang = training, gang
         # Asked for by the loop and by the thread that is one batch ahead of it, which may be in the next step.
         self.sequences = lru_cache(maxsize=2)(self._sequences)
-        self._prefetch: Prefetch[Any] = Prefetch(self._batch, training.gradient_accumulation_steps)
+        self._prefetch: Prefetch[Any] = Prefetch(
+            self._batch, training.gradient_accumulation_steps * (virtual.rounds if virtual else 1)
+        )
 
     def _sequences(self, step: int) -> list[int]:
         """The global batch."""
         return global_batch(step, self._training.global_batch_size, self._training.seed, self.data.num_sequences)
 
-    def take(self, step: int, micro_step: int) -> tuple[Any, float]:
-        """This rank's part of a micro-step, and the seconds that it was waited for."""
-        return self._prefetch.take(step, micro_step)
+    def take(self, step: int, micro_step: int, number: int = 0) -> tuple[Any, float]:
+        """This rank's part of a micro-step, in round `number` of its virtual ranks, and the seconds that it was waited for."""
+        return self._prefetch.take(step, number * self._training.gradient_accumulation_steps + micro_step)
 
-    def _batch(self, step: int, micro_step: int) -> Any:
-        gang = self._gang
-        return self.data.batch(
-            micro_batch(self.sequences(step), micro_step, gang.rank, gang.world_size, self._training.micro_batch_size)
-        )
+    def _batch(self, step: int, position: int) -> Any:
+        number, micro_step = divmod(position, self._training.gradient_accumulation_steps)
+        rank, ranks = self._gang.rank, self._gang.world_size
+        if self.virtual is not None:
+            (rank, _), ranks = self.virtual.in_round(number), self.virtual.count
+        return self.data.batch(micro_batch(self.sequences(step), micro_step, rank, ranks, self._training.micro_batch_size))
 
 
 @dataclass
@@ -68,6 +73,10 @@ class _StepTotals:
     tokens: int = 0
     squared_document_lengths: int = 0
     data_seconds: float = 0.0
+
+    def count(self, size: BatchSize) -> None:
+        self.tokens += size.tokens
+        self.squared_document_lengths += size.squared_document_lengths
 
 
 def optimizer_step(
@@ -91,16 +100,17 @@ def optimizer_step(
     """
     clock = _Clock(gang.device)
     terms = objective.num_terms(batches.data, batches.sequences(step))
-    data_seconds, scale = 0.0, loss_scale
+    data_seconds, scale, is_ordered = 0.0, loss_scale, batches.virtual is not None
+    # FSDP averages gradients over ranks; the global mean over terms needs their sum.
+    num_averaged = 1 if is_ordered else gang.world_size
     while True:
-        # FSDP averages gradients over ranks; the global mean over terms needs their sum.
-        done = _passes(
+        done = (_ordered_passes if is_ordered else _passes)(
             model,
             objective,
             batches,
             training=training,
             step=step,
-            weight=scale * gang.world_size / max(terms, 1),
+            weight=scale * num_averaged / max(terms, 1),
             gang=gang,
             autocast=autocast,
             reduction=reduction,
@@ -109,12 +119,15 @@ def optimizer_step(
         gradients = local_gradients(model)
         # The only place in a step where the host waits for the device.
         local_loss, squares = torch.stack([done.loss, squared_norm(gradients, gang.device).double()]).tolist()
+        if is_ordered and not gang.is_first:
+            # Every rank has the whole sums.
+            local_loss = squares = 0.0
         by_rank = [0.0] * gang.world_size
         by_rank[gang.rank] = clock.seconds(data_seconds)
         total_loss, total_squares, total_tokens, total_squared_lengths, stop, *compute_seconds = gang.sum(
             [local_loss, squares, float(done.tokens), float(done.squared_document_lengths), float(stop_requested), *by_rank]
         )
-        mean_loss = total_loss / gang.world_size / scale
+        mean_loss = total_loss / num_averaged / scale
         norm = math.sqrt(total_squares) / scale if total_squares >= 0 else math.nan
         smaller = halved_loss_scale(scale)
         if math.isfinite(norm) or not math.isfinite(mean_loss) or smaller is None:
@@ -161,15 +174,53 @@ def _passes(
     for micro_step in range(training.gradient_accumulation_steps):
         batch, waited = batches.take(step, micro_step)
         done.data_seconds += waited
-        size = objective.size(batch)
-        done.tokens += size.tokens
-        done.squared_document_lengths += size.squared_document_lengths
+        done.count(objective.size(batch))
         seed_forward_pass(training.seed, step, micro_step, gang.rank)
         is_last = micro_step == training.gradient_accumulation_steps - 1
         with reducing(model, reduction, is_last=is_last):
             loss = objective.weighted_loss(model, batch, weight, gang.device, autocast)
             torch.autograd.backward(loss)
         done.loss += loss.detach()
+    return done
+
+
+def _ordered_passes(
+    model: nn.Module,
+    objective: Objective[Any, Any],
+    batches: StepBatches,
+    *,
+    training: TrainingPlan,
+    step: int,
+    weight: float,
+    gang: Gang,
+    autocast: torch.dtype | None,
+    reduction: Reduction,
+) -> _StepTotals:
+    """As `_passes` for each virtual rank in turn; loss and gradients are then the sums over all of them, on every rank."""
+    virtual = batches.virtual or VirtualRanks(gang.world_size, gang)
+    done = _StepTotals(torch.zeros((), dtype=torch.float64, device=gang.device))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients, losses = [], []
+    for number in range(virtual.rounds):
+        rank, counts = virtual.in_round(number)
+        of_rank = torch.zeros((), dtype=torch.float64, device=gang.device)
+        for micro_step in range(training.gradient_accumulation_steps):
+            batch, waited = batches.take(step, micro_step, number)
+            done.data_seconds += waited
+            if counts:
+                done.count(objective.size(batch))
+            seed_forward_pass(training.seed, step, micro_step, rank)
+            is_last = (number, micro_step) == (virtual.rounds - 1, training.gradient_accumulation_steps - 1)
+            with reducing(model, reduction, is_last=is_last):
+                loss = objective.weighted_loss(model, batch, weight, gang.device, autocast)
+                torch.autograd.backward(loss)
+            of_rank += loss.detach()
+        of_round = flat_gradients(trained)
+        if counts:
+            gradients.append(of_round)
+            losses.append(of_rank)
+    take_gradients(trained, ordered_sum(gradients, virtual))
+    done.loss += summed_in_order(torch.stack(losses).tolist(), virtual)
     return done
 
 
@@ -214,7 +265,7 @@ def held_out_loss(
     """Mean over all held-out terms; the model is left in training mode. Called by all ranks together."""
     rounds = math.ceil(data.num_sequences / (micro_batch_size * gang.world_size))
     terms = objective.num_terms(data, range(data.num_sequences))
-    local = torch.zeros((), dtype=torch.float64, device=gang.device)
+    losses = torch.zeros(rounds * gang.world_size, dtype=torch.float64, device=gang.device)
     with _evaluation_mode(model), torch.no_grad():
         for number in range(rounds):
             first = (number * gang.world_size + gang.rank) * micro_batch_size
@@ -222,10 +273,10 @@ def held_out_loss(
             # A rank without sequences computes one all the same, because gathering parameters takes all ranks.
             loss = objective.weighted_loss(model, data.batch(sequences or [0]), 1.0, gang.device, autocast)
             if sequences:
-                local += loss
+                losses[number * gang.world_size + gang.rank] = loss
             after_batch()
-    (total,) = gang.sum([float(local)])
-    return total / max(terms, 1)
+    # In the order of the sequences, so that the mean does not depend on the number of ranks.
+    return sum(gang.sum(losses.tolist())) / max(terms, 1)
 
 
 @contextmanager

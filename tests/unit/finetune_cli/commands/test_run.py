@@ -12,6 +12,7 @@ from finetune_cli.app import app
 from finetune_cli.commands.run import RunEnd, local_plan, run_document
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.summary import Losses, Summary
+from finetune_job.api.training import GradientReduction
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from tests.unit.finetune_cli.local_jobs import PLAN, job, published
 from tests.unit.finetune_cli.manifests import REFUSED
@@ -25,6 +26,26 @@ def test_the_plan_of_this_machine():
     with pytest.raises(LocalError, match=r"spec.parallelism.nodes: 2 .*processesPerNode") as caught:
         local_plan(job(nodes=2), own_output=False)
     assert caught.value.exit_code is ExitCode.REFUSED
+
+
+def test_a_job_trains_on_fewer_ranks_if_its_gradients_are_added_up_in_order():
+    two_nodes = job(nodes=2, processesPerNode=2)
+    ordered = two_nodes.model_copy(
+        update={"spec": two_nodes.spec.model_copy(update={"training": training(two_nodes, GradientReduction.ORDERED)})}
+    )
+    assert local_plan(ordered, own_output=False, ranks=3).parallelism.world_size == 4
+    for wrong, ranks, said in (
+        (ordered, 5, r"--ranks 5: the job has 4; give at most as many"),
+        (ordered, None, r"spec.parallelism.nodes: 2 .*give --ranks 1 to 4"),
+        (two_nodes, 1, r"--ranks 1: .*set spec.training.reduction to Ordered"),
+    ):
+        with pytest.raises(LocalError, match=said) as caught:
+            local_plan(wrong, own_output=False, ranks=ranks)
+        assert caught.value.exit_code is ExitCode.REFUSED
+
+
+def training(of, reduction):
+    return of.spec.training.model_copy(update={"reduction": reduction})
 
 
 def test_an_end_is_there_as_data():

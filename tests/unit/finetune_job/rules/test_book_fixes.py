@@ -104,6 +104,7 @@ FINDINGS: dict[str, Written] = {
         "training.activationCheckpointing",
         {"training.activationCheckpointing": "Full"},
     ),
+    "ordered-reduction-not-possible": none("training.reduction"),
     "adam-beta-range": none("training.adamBeta2"),
     "adam-epsilon-zero": none("training.adamEpsilon"),
     "momentum-range": none("training.momentum"),

@@ -69,6 +69,7 @@ UNPARTED = {F + "peftWrapPolicy": False}
 WIDE = {"method.lora.autocastAdapterDtype": True, F + "useOrigParams": True}
 V1, V2 = TWO | {F + "version": 1}, TWO | {F + "version": 2}
 LOHA, ALONE = {"method.type": "LoHa", "merge.enabled": False}, {"merge.enabled": False}
+ORDERED = {"training.reduction": "Ordered"}
 DORA, QLORA, FULL = {"method.type": "DoRA"}, {"method.type": "QLoRA"}, {"method.type": "Full"}
 SGD = {"training.optimizer": "SGD"}
 NEARLY_1 = "0.99999999999999999999"
@@ -349,6 +350,18 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         {"training.compile": True, "training.activationCheckpointing": "Selective"},
         {"training.compile": True, "training.activationCheckpointing": "Full"},
         None,
+    ),
+    *(
+        ("ordered-reduction-not-possible", V2 | ORDERED | beyond, V2 | ORDERED | near, None)
+        for beyond, near in (
+            (FULL, QLORA),
+            ({"method.type": "IA3"}, DORA),
+            (lora(bias="lora_only"), lora(bias="none")),
+            (lora(modulesToSave=["lm_head"]), lora(targetModules=["q_proj"])),
+            (lora(trainableTokenIndices=[3]), {}),
+            ({F + "version": 1}, {F + "reshardAfterForward": True}),
+            (QLORA | {"method.quantization.bits": 8}, QLORA | {"method.quantization.bits": 4}),
+        )
     ),
     ("lora-init-not-supported", {"method.lora.initLoraWeights": "corda"}, {"method.lora.initLoraWeights": "pissa"}, None),
     ("lora-init-not-supported", {"method.lora.initLoraWeights": "loftq"}, {"method.lora.initLoraWeights": "olora"}, None),

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,17 @@ from finetune_cli.local.launch import free_port
 from finetune_job.failures import EXIT_CODES, FailureClass, TerminationReport, parse_envelope
 from finetune_job.progress import Progress
 from finetune_trainer.context import RunContext
-from finetune_trainer.errors import classify
+from finetune_trainer.errors import ConfigError, classify
 from finetune_trainer.processes.start import name_of_process
 from finetune_trainer.ranks.reports import rank_process_name
-from finetune_trainer.roles.train import MasterUnreachableError, start_method_of_ranks, wait_until_resolved
+from finetune_trainer.roles.train import (
+    Launch,
+    MasterUnreachableError,
+    start_method_of_ranks,
+    supervise,
+    torchrun_arguments,
+    wait_until_resolved,
+)
 from tests.support.forked_ranks import run_processes
 from tests.support.tiny_model import run_context, tiny_spec
 
@@ -198,6 +206,22 @@ def pid_of_rank(pod: Pod, rank: int) -> int:
 def _forks_after_touching() -> bool:
     torch.cuda.device_count()
     return start_method_of_ranks() == "fork"
+
+
+def test_fewer_ranks_than_the_plans_are_all_of_a_gang_that_adds_up_in_order(tmp_path: Path) -> None:
+    nodes = {"nodes": 2, "processesPerNode": 4, "fsdp": {"version": 2}}
+    ordered = run_context(tmp_path, tiny_spec(parallelism=nodes, training={"reduction": "Ordered", "globalBatchSize": 8}))
+    launch = Launch(Path("plan.json"), 0, "train-0.tiny", 29400, 0)
+    told = torchrun_arguments(ordered, replace(launch, ranks=3), tmp_path, "fork")
+    assert [told[told.index(name) + 1] for name in ("--nnodes", "--nproc-per-node", "--master-addr")] == ["1", "3", "127.0.0.1"]
+    told = torchrun_arguments(ordered, launch, tmp_path, "fork")
+    assert [told[told.index(name) + 1] for name in ("--nnodes", "--nproc-per-node", "--master-addr")] == [
+        "2",
+        "4",
+        "train-0.tiny",
+    ]
+    with pytest.raises(ConfigError, match="--ranks 3: "):
+        supervise(run_context(tmp_path / "fast", tiny_spec()), replace(launch, ranks=3))
 
 
 def test_ranks_are_not_forked_where_a_device_was_touched() -> None:

@@ -1,0 +1,97 @@
+"""Virtual ranks: the fixed parts of a global batch, and gradients added up in their order, on any number of ranks.
+
+With an ordered reduction the plan's ranks are virtual ones. A gang of any size up to their number gives them out in runs of
+neighbours. What a virtual rank draws and computes depends on its number alone, and every rank adds the gradients of all in the
+order of their numbers, so the sum has the same bits for every size of the gang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from finetune_job.sharding import ORDERED_VALUES_AT_ONCE
+from finetune_trainer.errors import InvariantError
+from finetune_trainer.ranks.gang import Gang
+
+
+@dataclass(frozen=True)
+class VirtualRanks:
+    """`count` virtual ranks on a gang of at most as many ranks."""
+
+    count: int
+    gang: Gang
+
+    def __post_init__(self) -> None:
+        if self.gang.world_size > self.count:
+            raise InvariantError(f"{self.gang.world_size} ranks cannot share {self.count} virtual ranks")
+
+    def of(self, rank: int) -> range:
+        """The virtual ranks that this rank computes; never none."""
+        return range(rank * self.count // self.gang.world_size, (rank + 1) * self.count // self.gang.world_size)
+
+    @property
+    def rounds(self) -> int:
+        """Virtual ranks that each rank computes, one after the other. A rank with fewer computes its last again, and drops it:
+        gathering parameters takes all ranks.
+        """
+        return -(-self.count // self.gang.world_size)
+
+    def in_round(self, number: int) -> tuple[int, bool]:
+        """The virtual rank that this rank computes in round `number`, and whether it counts."""
+        own = self.of(self.gang.rank)
+        return own[min(number, len(own) - 1)], number < len(own)
+
+
+def flat_gradients(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """(values of all parameters,) float32, zero for those without a gradient. The gradients are given up."""
+    parts = []
+    for parameter in parameters:
+        values = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parts.append(values.detach().float().reshape(-1))
+        parameter.grad = None
+    return torch.cat(parts)
+
+
+def take_gradients(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
+    """Let the parameters have the gradients in `flat`, as `flat_gradients` orders them, in their own element types."""
+    for parameter, values in zip(parameters, flat.split([parameter.numel() for parameter in parameters]), strict=True):
+        parameter.grad = values.view(parameter.shape).to(parameter.dtype)
+
+
+def ordered_sum(own: Sequence[torch.Tensor], virtual: VirtualRanks) -> torch.Tensor:
+    """The sum over all virtual ranks in the order of their numbers; the same bits on every rank, for every size of the gang.
+
+    own: of each virtual rank that counts here, in order, (values,) float32. Called by all ranks together.
+    """
+    total = torch.empty_like(own[0])
+    world_size = virtual.gang.world_size
+    for first in range(0, total.numel(), ORDERED_VALUES_AT_ONCE):
+        target = total[first : first + ORDERED_VALUES_AT_ONCE]
+        mine = torch.zeros((virtual.rounds, target.numel()), dtype=target.dtype, device=target.device)
+        for row, values in zip(mine, own, strict=False):
+            row.copy_(values[first : first + ORDERED_VALUES_AT_ONCE])
+        gathered = [mine]
+        if world_size > 1:
+            gathered = [torch.empty_like(mine) for _ in range(world_size)]
+            dist.all_gather(gathered, mine)
+        rows = [gathered[rank][number] for rank in range(world_size) for number in range(len(virtual.of(rank)))]
+        target.copy_(rows[0])
+        for row in rows[1:]:
+            target.add_(row)
+    return total
+
+
+def summed_in_order(own: Sequence[float], virtual: VirtualRanks) -> float:
+    """The float64 sum of one value of each virtual rank, in the order of their numbers. Called by all ranks together.
+
+    own: of each virtual rank that counts here, in order.
+    """
+    values = [0.0] * virtual.count
+    first = virtual.of(virtual.gang.rank).start
+    values[first : first + len(own)] = own
+    return sum(virtual.gang.sum(values))
