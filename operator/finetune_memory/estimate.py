@@ -91,6 +91,8 @@ class _Estimator:
             self.units, plan.parallelism.fsdp, self.world_size, param_dtype=elements.param, is_replicated=self.is_ordered
         )
         self.is_sharded = self.world_size > 1
+        # What every rank keeps whole is neither gathered nor reduced by FSDP.
+        self.gathered = tuple(unit.frozen() for unit in self.units) if self.is_ordered else self.units
         lora = plan.method.lora
         attention = plan.model.attention
         if attention is Attention.SDPA and not shape.facts.has_fused_attention:
@@ -164,10 +166,10 @@ class _Estimator:
     def _gathered(self) -> Term:
         if not self.is_sharded:
             return Term("gathered weights", 0, "")
-        largest = max(self.units, key=lambda unit: unit.gathered_bytes(self.elements.param))
+        largest = max(self.gathered, key=lambda unit: unit.gathered_bytes(self.elements.param))
         return Term(
             "gathered weights",
-            gathered_bytes(self.units, self.plan.parallelism.fsdp, self.elements),
+            gathered_bytes(self.gathered, self.plan.parallelism.fsdp, self.elements),
             f"all-gather; largest unit: {largest.name or 'the root (embeddings, head and all that no unit holds)'}",
         )
 
@@ -302,7 +304,7 @@ class _Estimator:
         return self._costs[layer, is_first]
 
     def _reduced(self) -> Term:
-        size = reduced_bytes(self.units, self.elements) if self.is_sharded else 0
+        size = reduced_bytes(self.gathered, self.elements) if self.is_sharded else 0
         return Term("reduced gradients", size, "reduce-scatter of the largest unit")
 
     def _step(self) -> list[Term]:
@@ -310,7 +312,7 @@ class _Estimator:
         if self.plan.training.optimizer is not OptimizerName.ADAMW:
             # The fused update needs nothing; one over all tensors at once makes whole results in between.
             temporary = 2 * self.kept.trained_elements
-        root = self.units[-1].gathered_bytes(self.elements.param) if self.is_sharded and not self.units[-1].name else 0
+        root = self.gathered[-1].gathered_bytes(self.elements.param) if self.is_sharded and not self.gathered[-1].name else 0
         return [
             Term("gradients", self.kept.gradients, "reduced"),
             self._ordered_sum(),
@@ -319,10 +321,10 @@ class _Estimator:
         ]
 
     def _ordered_sum(self) -> Term:
-        """A virtual rank's gradients, their sum, and a part of those of all virtual ranks, sent and received."""
+        """A virtual rank's gradients beside the sum, and a part of those of all virtual ranks, sent and received."""
         values = self._num_trained() if self.is_ordered else 0
         exchanged = (self.world_size + 1) * min(values, ORDERED_VALUES_AT_ONCE)
-        return Term("ordered sum", 4 * (2 * values + exchanged), "of the gradients of all ranks, as float32")
+        return Term("ordered sum", 4 * (values + exchanged), "of the gradients of all ranks, as float32")
 
     def _snapshot(self) -> int:
         return self.kept.trained_elements + self._state_bytes()

@@ -39,6 +39,10 @@ class Unit:
         """Whether some of it is."""
         return any(each.is_trained for each in self.parameters)
 
+    def frozen(self) -> Unit:
+        """Without what is trained."""
+        return Unit(self.name, tuple(each for each in self.parameters if not each.is_trained))
+
     def gathered_bytes(self, param_dtype: str | None) -> int:
         """All of it, in the element type of the computation; packed values are never cast."""
         return sum(
