@@ -59,7 +59,7 @@ def flat_gradients(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
 
 def take_gradients(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
     """Let the parameters have the gradients in `flat`, as `flat_gradients` orders them, in their own element types."""
-    for parameter, values in zip(parameters, flat.split([parameter.numel() for parameter in parameters]), strict=True):
+    for parameter, values in zip(parameters, torch.split(flat, [parameter.numel() for parameter in parameters]), strict=True):
         parameter.grad = values.view(parameter.shape).to(parameter.dtype)
 
 
