@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
-from tests.kill.cases import CASES, drawn_order
+from tests.kill.cases import CASES, ELASTIC_CASES, drawn_order, elastic_order
 from tests.kill.moments import ALL_STAGES
 from tests.kill.run import Outcome, Undisturbed, disturbed, undisturbed
 from tests.support.source_seed import add_seed
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=10, help="runs for each signal")
     parser.add_argument("--first", type=int, default=0, help="number of the first run, to repeat one")
     add_seed(parser)
+    parser.add_argument("--elastic", action="store_true", help="each attempt on another number of ranks, added up in order")
     parser.add_argument("--signal", choices=SIGNALS, help="only this one")
     parser.add_argument("--parallel", type=int, default=2, help="runs at a time")
     arguments = parser.parse_args(argv)
@@ -43,14 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals = (arguments.signal,) if arguments.signal else SIGNALS
     start = time.monotonic()
     directory = Path(tempfile.mkdtemp(prefix="kill-"))
-    order = drawn_order(arguments.seed)
+    order = elastic_order(arguments.seed) if arguments.elastic else drawn_order(arguments.seed)
     used = {number % len(order) for number in numbers}
     print(f"seed {arguments.seed}: {', '.join(order[index].name for index in sorted(used))}", flush=True)
     bases = {index: undisturbed(order[index], directory / f"case-{index}") for index in sorted(used)}
     print(f"{len(bases)} undisturbed runs: {time.monotonic() - start:.0f} s", flush=True)
     with ThreadPoolExecutor(arguments.parallel) as pool:
         jobs = [(number, signal) for number in numbers for signal in signals]
-        outcomes = list(pool.map(lambda job: _run(arguments.seed, *job, bases, directory), jobs))
+        outcomes = list(pool.map(lambda job: _run(arguments.seed, *job, bases, directory, len(order)), jobs))
     print(table(outcomes))
     print(f"{len(outcomes)} runs, {sum(not outcome.problem for outcome in outcomes)} identical, ", end="")
     print(f"{sum(outcome.is_real for outcome in outcomes)} of them by torchrun; {(time.monotonic() - start) / 60:.1f} minutes")
@@ -61,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(seed: int, number: int, signal: str, bases: dict[int, Undisturbed], directory: Path) -> Outcome:
-    base = bases[number % len(CASES)]  # as many as in any order
+def _run(seed: int, number: int, signal: str, bases: dict[int, Undisturbed], directory: Path, num_cases: int) -> Outcome:
+    base = bases[number % num_cases]
     random = Random(f"{seed}/{number}/{signal}")
     start = time.monotonic()
     outcome = disturbed(
@@ -76,7 +77,8 @@ def _run(seed: int, number: int, signal: str, bases: dict[int, Undisturbed], dir
     print(f"run {number:>3} {signal} {outcome.case}{' by torchrun' if outcome.is_real else ''}: {verdict}", flush=True)
     if outcome.problem:
         print("  " + "\n  ".join(outcome.story))
-        print(f"  repeat: python -m tests.kill --seed {seed} --first {number} --runs 1 --signal {signal}", flush=True)
+        elastic = " --elastic" if base.case.sizes else ""
+        print(f"  repeat: python -m tests.kill{elastic} --seed {seed} --first {number} --runs 1 --signal {signal}", flush=True)
     return outcome
 
 
@@ -85,7 +87,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     columns = (*ALL_STAGES, "torchrun")
     lines = [f"{'case':<26}{'signal':<9}{'runs':>5}{'identical':>10}" + "".join(f"{column:>11}" for column in columns)]
     totals: Counter[str] = Counter()
-    for case in CASES:
+    for case in (*CASES, *ELASTIC_CASES):
         for signal in SIGNALS:
             of_case = [outcome for outcome in outcomes if (outcome.case, outcome.signal) == (case.name, signal)]
             landed = sum((outcome.landed for outcome in of_case), Counter())

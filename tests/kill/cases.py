@@ -26,6 +26,8 @@ class Case:
     name: str
     changes: Mapping[str, Any]
     dtype: torch.dtype = torch.float32
+    sizes: tuple[int, ...] = ()
+    """Of which each attempt has a number of ranks of its own; empty: all as many as the plan says."""
 
     @property
     def saves_asynchronously(self) -> bool:
@@ -56,6 +58,30 @@ CASES = (
     ),
     Case("Full, FSDP1, async", {**_FULL, **_FSDP1}),
 )
+
+
+_SIZES = (1, 2, 3, 4, 8)
+_ORDERED = {
+    "training": {"globalBatchSize": 16, "reduction": "Ordered"},
+    "parallelism": {"processesPerNode": max(_SIZES), "fsdp": {"version": 2}},
+}
+
+
+def _elastic(method: str) -> dict[str, Any]:
+    return {"method": {"type": method, "lora": {"r": 4, "loraDropout": "0.1"}}, **_ORDERED, **_EVALUATED}
+
+
+ELASTIC_CASES = (
+    Case("LoRA, elastic, float32", _elastic("LoRA"), sizes=_SIZES),
+    Case("LoRA, elastic, bfloat16", _elastic("LoRA"), torch.bfloat16, _SIZES),
+    Case("DoRA, elastic, float32", _elastic("DoRA"), sizes=_SIZES),
+    Case("QLoRA, elastic, bfloat16", _elastic("QLoRA"), torch.bfloat16, _SIZES),
+)
+
+
+def elastic_order(seed: int) -> tuple[Case, ...]:
+    """Those that change their number of ranks, in an order of this seed's own."""
+    return tuple(Random(f"elastic cases of {seed}").sample(ELASTIC_CASES, len(ELASTIC_CASES)))
 
 
 def drawn_order(seed: int) -> tuple[Case, ...]:

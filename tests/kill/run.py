@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -16,8 +17,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
+import torch
+from safetensors.torch import load_file
+
 from finetune_cli.local.launch import free_port
+from finetune_job.api.training import GradientReduction
 from finetune_job.failures import EXIT_CODES, FailureClass
+from finetune_trainer.checkpoint.manifest import MANIFEST
 from finetune_trainer.checkpoint.retention import checkpoint_directories
 from finetune_trainer.context import RunContext
 from finetune_trainer.processes.start import name_of_process
@@ -83,7 +89,9 @@ def disturbed(base: Undisturbed, directory: Path, random: Random, *, deadly: boo
         context = replace(context, attempt=attempt)
         hits = sum(outcome.landed.values())
         if is_real:
-            is_done = _real_attempt(context, random, outcome, deadly=deadly, is_disturbed=hits < min(wanted, 2))
+            is_done = _real_attempt(
+                context, random, outcome, sizes=base.case.sizes, deadly=deadly, is_disturbed=hits < min(wanted, 2)
+            )
         else:
             is_done = _forked_attempt(context, base, random, outcome, landed, deadly=deadly, is_disturbed=hits < wanted)
         if is_done and not outcome.landed:
@@ -108,11 +116,14 @@ def _forked_attempt(
     moments = []
     if is_disturbed:
         moments = [random_moment(random, context.attempt, landed, deadly=deadly, usual_seconds=base.seconds)]
-    codes = run_gang(context, [OutputTo(landed.parent), *moments])
+    ranks = random.choice(base.case.sizes) if base.case.sizes else None
+    codes = run_gang(context, [OutputTo(landed.parent), *moments], world_size=ranks)
     hit = sorted(landed.glob(f"{context.attempt}-*"))
     if hit:
         outcome.landed[hit[0].read_text() or STARTUP] += 1
-    outcome.story.append(f"attempt {context.attempt}: {moments[0] if moments else 'undisturbed'}; ranks ended with {codes}")
+    outcome.story.append(
+        f"attempt {context.attempt}: {moments[0] if moments else 'undisturbed'}; {len(codes)} ranks ended with {codes}"
+    )
     if codes == [0] * len(codes):
         return True
     if not hit or not _is_answered(codes, deadly=deadly, is_starting=hit[0].read_text() == STARTUP):
@@ -127,15 +138,19 @@ def _is_answered(codes: list[int], *, deadly: bool, is_starting: bool) -> bool:
     return set(codes) <= {0, _PREEMPTED} or (is_starting and -signal.SIGTERM in codes)
 
 
-def _real_attempt(context: RunContext, random: Random, outcome: Outcome, *, deadly: bool, is_disturbed: bool) -> bool:
+def _real_attempt(
+    context: RunContext, random: Random, outcome: Outcome, *, sizes: Sequence[int], deadly: bool, is_disturbed: bool
+) -> bool:
     """`python -m finetune_trainer train`, its ranks killed by their process ids, or the pod's first process told to end."""
+    ranks = random.choice(sizes) if sizes else context.plan.parallelism.world_size
+    command = [*_command(context), *(["--ranks", str(ranks)] if sizes else [])]
     log = context.claims_root / f"attempt-{context.attempt}.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(_command(context), stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         told = "undisturbed"
         if is_disturbed:
-            told = _strike(process, context, random, deadly=deadly)
+            told = _strike(process, context, ranks, random, deadly=deadly)
             if told:
                 outcome.landed["torchrun"] += 1
         code = process.wait(DEADLINE_SECONDS)
@@ -151,11 +166,11 @@ def _real_attempt(context: RunContext, random: Random, outcome: Outcome, *, dead
     return code == 0
 
 
-def _strike(process: subprocess.Popen[bytes], context: RunContext, random: Random, *, deadly: bool) -> str:
+def _strike(process: subprocess.Popen[bytes], context: RunContext, num_ranks: int, random: Random, *, deadly: bool) -> str:
     """Wait until all ranks run, then for a random time; what was done, empty where the pod had ended by itself."""
     pause = threading.Event()
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while len(_ranks(context)) < context.plan.parallelism.world_size and process.poll() is None and time.monotonic() < deadline:
+    while len(_ranks(context)) < num_ranks and process.poll() is None and time.monotonic() < deadline:
         pause.wait(0.05)
     # They join each other and load the model in the first two seconds.
     pause.wait(random.uniform(0, 8))
@@ -211,8 +226,22 @@ def _command(context: RunContext) -> list[str]:
 def final_bytes(context: RunContext) -> dict[str, bytes]:
     """All that a run leaves: the exported files, and parameters and optimizer state of its last checkpoint."""
     newest = checkpoint_directories(context.workspace.checkpoints)[0]
+    if context.plan.training.reduction is GradientReduction.ORDERED:
+        # Each number of ranks writes other files of the same values.
+        return {**trained_files(context), **_values(newest)}
     ranks = {f"{newest.name}/{path.name}": path.read_bytes() for path in sorted(newest.glob("rank-*"))}
     return {**trained_files(context), **ranks}
+
+
+def _values(checkpoint: Path) -> dict[str, bytes]:
+    """Each tensor of a checkpoint, put together from what its ranks wrote."""
+    parts: dict[str, list[tuple[int, bytes]]] = {}
+    manifest = json.loads((checkpoint / MANIFEST).read_bytes())
+    for file in manifest["files"]:
+        starts = {piece["name"]: piece["start"] for piece in file["pieces"]}
+        for key, tensor in load_file(checkpoint / file["name"]).items():
+            parts.setdefault(key, []).append((starts[key.partition("/")[2]], tensor.view(torch.uint8).numpy().tobytes()))
+    return {key: b"".join(values for _, values in sorted(found)) for key, found in parts.items()}
 
 
 def _difference(found: dict[str, bytes], expected: dict[str, bytes]) -> str:
