@@ -20,12 +20,19 @@ from finetune_trainer.context import RunContext
 Figures = dict[str, Any]
 
 
-def ours(directory: Path, method: str, rank: int, world_size: int) -> Figures:
+def ours(directory: Path, method: str, rank: int, world_size: int, reduction: str = "Fast") -> Figures:
     """The real training run with everything that it does: observation, history, checkpoint and export."""
     from tests.support.tiny_model import run_context
 
     steps = len(json.loads((directory / "counts.json").read_text()))
-    return trained_as_a_job(run_context(directory, workload.plan_spec(method, steps, world_size)), directory, rank, world_size)
+    return trained_as_a_job(
+        run_context(directory, workload.plan_spec(method, steps, world_size, reduction)), directory, rank, world_size
+    )
+
+
+def ordered(directory: Path, method: str, rank: int, world_size: int) -> Figures:
+    """The same with gradients added up in order."""
+    return ours(directory, method, rank, world_size, "Ordered")
 
 
 def trained_as_a_job(context: RunContext, directory: Path, rank: int, world_size: int) -> Figures:
@@ -199,7 +206,7 @@ def peak_resident_bytes() -> int:
 
 def main() -> None:
     name, directory, method, rank, world_size = sys.argv[1:]
-    contender = {"ours": ours, "bare": bare, "trl": trl}[name]
+    contender = {"ours": ours, "ordered": ordered, "bare": bare, "trl": trl}[name]
     figures = contender(Path(directory), method, int(rank), int(world_size))
     figures["peak_resident_bytes"] = peak_resident_bytes()
     (Path(directory) / f"figures-{rank}.json").write_text(json.dumps(figures))

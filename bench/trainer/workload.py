@@ -40,8 +40,8 @@ WARM_UP_STEPS = 2
 """Not counted: first allocations, thread pools, first files."""
 
 
-def plan_spec(method: str, steps: int, world_size: int) -> dict[str, Any]:
-    """What our contender is told; the others read the same numbers above."""
+def plan_spec(method: str, steps: int, world_size: int, reduction: str = "Fast") -> dict[str, Any]:
+    """What our contenders are told; the others read the same numbers above."""
     adapter = {"r": RANK, "loraAlpha": ALPHA, "loraDropout": "0"}
     return tiny_spec(
         data={"validation": None, "maxSequenceLength": LENGTH},
@@ -49,6 +49,7 @@ def plan_spec(method: str, steps: int, world_size: int) -> dict[str, Any]:
         training={
             "maxSteps": steps, "globalBatchSize": GLOBAL_BATCH, "microBatchSize": MICRO_BATCH, "learningRate": str(RATE),
             "scheduler": "Constant", "warmupRatio": "0", "weightDecay": "0", "maxGradNorm": "1.0", "seed": SEED,
+            "reduction": reduction,
         },
         # Sharding is left open, as in most jobs, and chosen as for those.
         parallelism={"processesPerNode": world_size},
