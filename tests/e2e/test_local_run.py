@@ -247,13 +247,22 @@ def _no_weights(claims: Path) -> None:
         shard.unlink()
 
 
+AT_NIGHT = pytest.mark.nightly
+"""By day the tests of preflight have these."""
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         pytest.param(lambda claims: (claims / "data/train.jsonl").unlink(), ["train.jsonl", "spec.data.source"], id="missing"),
-        pytest.param(_write("data/train.jsonl", '{"prompt": "a", "text": "b"}\n'), ["line 1", "completion"], id="key missing"),
-        pytest.param(_no_weights, ["safetensors", "spec.model.source"], id="no weights"),
-        pytest.param(_only_pickles, ["pytorch_model.bin", "spec.model.source"], id="pickles only"),
+        pytest.param(
+            _write("data/train.jsonl", '{"prompt": "a", "text": "b"}\n'),
+            ["line 1", "completion"],
+            id="key missing",
+            marks=AT_NIGHT,
+        ),
+        pytest.param(_no_weights, ["safetensors", "spec.model.source"], id="no weights", marks=AT_NIGHT),
+        pytest.param(_only_pickles, ["pytorch_model.bin", "spec.model.source"], id="pickles only", marks=AT_NIGHT),
         pytest.param(_truncate_a_shard, ["model-00001-of", "spec.model.source"], id="truncated shard"),
     ],
 )
