@@ -15,6 +15,7 @@ import yaml
 
 from tests.support.cluster.binaries import ensure_binaries
 from tests.support.cluster.errors import wait_until
+from tests.support.forked_program import run_forked
 from tests.support.hub import running_hub
 from tests.support.s3 import REGION, SECRET_KEY, running_s3
 from tests.support.stack import ROOT
@@ -291,7 +292,7 @@ def test_validate_gives_the_verdicts_of_the_examples() -> None:
             if line.startswith("# ") and ": " in line
         )
         expected = 1 if (head["verdict"], head.get("gate")) == ("refused", "rules") else 0
-        result = subprocess.run([FINETUNE, "validate", "-f", path, "-o", "json"], capture_output=True, text=True, check=False)
+        result = run_forked("finetune_cli", "validate", "-f", path, "-o", "json")
         assert result.returncode == expected, (path, result.stdout, result.stderr)
 
 
