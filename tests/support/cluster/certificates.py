@@ -66,6 +66,10 @@ class CertificateAuthority:
         context.load_cert_chain(pair.certificate, pair.key)
         return context
 
+    def client_context(self) -> ssl.SSLContext:
+        """For a client that trusts this authority and no other."""
+        return ssl.create_default_context(cafile=self.certificate)
+
     def service_account_key(self) -> tuple[Path, Path]:
         """Make the key that signs service account tokens; return the paths of the private and the public key."""
         private, public = self._directory / "service-accounts.key", self._directory / "service-accounts.pub"
