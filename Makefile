@@ -180,7 +180,7 @@ nightly: environment ## What `make test` leaves out, with seeds and examples tha
 nightly-tests: environment
 	$(VENV)/bin/pytest -q -n 2 --dist loadfile -m nightly tests
 nightly-hostile: environment
-	HOSTILE_SEED=$(NIGHT) $(VENV)/bin/pytest -q -s tests/integration/test_hostile_objects.py tests/integration/test_hostile_manifests.py
+	HOSTILE_SEED=$(NIGHT) HOSTILE_OBJECTS=20000 $(VENV)/bin/pytest -q -s tests/integration/test_hostile_objects.py tests/integration/test_hostile_manifests.py
 nightly-sweep: environment
 	$(PYTHON) -m tests.sweep --slice random --count 300 --seed $(NIGHT)
 nightly-idle: environment

@@ -1,7 +1,7 @@
 """An operator with nothing to do: `python -m tests.idle` watches one on an empty cluster for 15 minutes and prints its requests.
 
-Fails if the process ends, becomes unhealthy, or asks more of the API server than one request a second. tests/integration runs the
-same for as long as it takes to pass the first relist.
+Fails if the process ends, becomes unhealthy, or asks more of the API server than one request a second. By day
+tests/integration/test_watched_objects.py watches one past its first relist.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from tests.integration.operator_process import OperatorProcess
 from tests.support.audited_plane import AuditedPlane
 
 MOST_REQUESTS_A_SECOND = 1.0
-PAST_FIRST_RELIST = 70.0
-"""The first relist comes 30 seconds after the first list."""
 
 
 def watch_idle_operator(plane: AuditedPlane, operator: OperatorProcess, seconds: float) -> Counter[str]:

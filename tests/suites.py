@@ -77,14 +77,9 @@ COMPUTING = (
         ),
     ),
 )
-OPERATOR_PACE_OF_A_FEW_JOBS = (
-    *(sys.executable, "-m", "bench.operator_pace", "--without-thresholds"),
-    *("--jobs", "3", "--idle-seconds", "1", "--steady-seconds", "1", "--rate", "2"),
-)
-"""Whether the benchmark runs. On a control plane of its own, which it kills and whose requests it counts."""
 WITH_A_CLUSTER = (
     Suite("cluster-binaries", 10.0, ((sys.executable, "-m", "tests.support.cluster.binaries"),)),
-    Suite("integration", 10.0, ((*ON_BOTH_CORES, "tests/integration"), OPERATOR_PACE_OF_A_FEW_JOBS)),
+    Suite("integration", 10.0, ((*ON_BOTH_CORES, "tests/integration"),)),
     Suite("images", 5.0, ((sys.executable, "-m", "tests.support.images", "all"),)),
     Suite("e2e", 10.0, ((*PYTEST, "tests/e2e"),)),
 )

@@ -15,6 +15,7 @@ from tests.integration.operator_process import OperatorProcess
 
 LONGEST_BATCH_SECONDS = 1.5
 """The API server writes its audit log in batches, and the last of them after a second."""
+JOB_LABEL = "name"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -90,6 +91,13 @@ def histogram(operator: OperatorProcess, name: str) -> dict[float, float]:
             if sample.name == f"{name}_bucket":
                 buckets[float(sample.labels["le"])] += sample.value
     return dict(sorted(buckets.items()))
+
+
+def num_series(operator: OperatorProcess) -> tuple[int, int]:
+    """How many series the operator shows: those of single jobs, which have the job's name, and all others."""
+    families = text_string_to_metric_families(operator.fetch("/metrics")[1])
+    of_jobs = [JOB_LABEL in sample.labels for family in families for sample in family.samples]
+    return sum(of_jobs), len(of_jobs) - sum(of_jobs)
 
 
 def bound_of(buckets: dict[float, float], before: dict[float, float], share: float) -> float:

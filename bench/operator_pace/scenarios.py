@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.operator_pace.client import BATCH_JOBS, CONFIG_MAPS, JOBS, Client, Document
-from bench.operator_pace.measuring import Meter, bound_of, cpu_seconds, histogram, percentile, rss_mb
+from bench.operator_pace.measuring import Meter, bound_of, cpu_seconds, histogram, num_series, percentile, rss_mb
 from bench.operator_pace.plane import MeasuredPlane
 from bench.operator_pace.playing import Player
 from bench.operator_pace.report import table
@@ -188,6 +188,7 @@ async def burst(stage: Stage) -> None:
         all_done = time.monotonic() - begun
         await asyncio.sleep(2)
         rest = meter.read()
+        of_jobs, others = num_series(stage.operator)
         lags = histogram(stage.operator, "finetune_loop_lag_seconds")
     number = len(names)
     calls = to_first_child.calls + rest.calls
@@ -223,6 +224,8 @@ async def burst(stage: Stage) -> None:
             "loop_lag_p99_seconds": bound_of(lags, lag, 0.99),
             "loop_lag_most_seconds": bound_of(lags, lag, 1.0),
             "rss_mb": rss_mb(stage.pid),
+            "series_per_job": of_jobs / number,
+            "series_of_no_job": others,
         },
     )
 

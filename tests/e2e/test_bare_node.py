@@ -161,6 +161,7 @@ def test_network_policies_hold_while_they_are_enforced(node_cluster: NodeCluster
     node_cluster.kubectl("delete", "networkpolicy/deny", "pod/server", "pod/near", "pod/far", "--grace-period=1")
 
 
+@pytest.mark.nightly
 def test_a_node_that_lost_its_power_comes_back_without_its_processes(node_cluster: NodeCluster) -> None:
     node = node_cluster.node_named("node-2")
     apply(node_cluster, probe_pod("lost", node_cluster.probe_image, "pause", node="node-2"))
@@ -178,6 +179,7 @@ def test_a_node_that_lost_its_power_comes_back_without_its_processes(node_cluste
     node_cluster.kubectl("delete", "pod", "lost")
 
 
+@pytest.mark.nightly
 def test_a_node_without_its_cable_is_noticed_and_its_pods_go_on(node_cluster: NodeCluster) -> None:
     node = node_cluster.node_named("node-2")
     apply(node_cluster, probe_pod("cut-off", node_cluster.probe_image, "pause", node="node-2"))
@@ -216,6 +218,7 @@ def test_nodes_and_pods_have_no_way_out(node_cluster: NodeCluster) -> None:
         assert json.loads(shown.stdout or "[]") == []
 
 
+@pytest.mark.nightly
 def test_new_tag_of_an_image_replaces_the_old_one(node_cluster: NodeCluster, tmp_path: Path) -> None:
     program = node_cluster.control_plane.binaries.probe
     run = uuid.uuid4().hex  # the node keeps its images from run to run

@@ -17,6 +17,7 @@ from bench.chain import __main__ as chain
 from finetune_job.names import Role
 from tests.e2e.surroundings import Surroundings
 from tests.support.cluster import network
+from tests.support.cluster.certificates import CertificateAuthority
 from tests.support.cluster.pod_network import Answer
 from tests.support.registry import PASSWORD, NotThereError, Registry, running_registry
 from tests.support.s3 import SECRET_KEY as S3_SECRET_KEY
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 EXAMPLE = "examples/quickstart-cluster.yaml"
 NOT_REHEARSED: dict[str, Any] = {"preflight": {"rehearsal": "Skip"}}
 """Once is enough: the undisturbed job is."""
-PROFILE, LOGIN_SECRET, REPOSITORY = "publishing", "registry-login", "team/tuned"
+PROFILE, LOGIN_SECRET, AUTHORITIES, REPOSITORY = "publishing", "registry-login", "company-ca", "team/tuned"
 
 
 def adapter_bytes(stack: Stack, name: str) -> bytes:
@@ -195,10 +196,16 @@ def test_the_operator_reaches_the_api_server_and_metrics_of_ranks(surroundings: 
 
 @pytest.fixture(scope="module")
 def registry(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    """A registry that wants a login, and a profile that lets jobs speak to it without TLS."""
-    with running_registry(tmp_path_factory.mktemp("registry"), network.BRIDGE_ADDRESS, needs_login=True) as running:
+    """A registry that wants a login, and a profile that trusts the private authority which signed its certificate."""
+    directory = tmp_path_factory.mktemp("registry")
+    authority = CertificateAuthority(directory / "authority")
+    with running_registry(directory, network.BRIDGE_ADDRESS, needs_login=True, authority=authority) as running:
+        trusted = {"company.pem": authority.certificate.read_text()}
+        place = {"name": AUTHORITIES, "namespace": NAMESPACE}
+        stack.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": place, "data": trusted})
         profile = json.loads(stack.cluster.kubectl("get", "finetuneprofile", "default", "--output", "json"))
-        publish = {"plainHttpRegistries": [running.host], "allowedDestinations": [f"oci://{running.host}/team"]}
+        publish = {"allowedDestinations": [f"oci://{running.host}/team"]}
+        bundle = {"configMap": AUTHORITIES, "key": "company.pem"}
         address, port = host_and_port(f"//{running.host}")
         named = profile["spec"]["network"]["destinations"]
         reached = {"destinations": [*named, {"cidr": f"{address}/32", "ports": [port]}]}
@@ -207,7 +214,8 @@ def registry(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator
                 "apiVersion": profile["apiVersion"],
                 "kind": profile["kind"],
                 "metadata": {"name": PROFILE},
-                "spec": profile["spec"] | {"publish": publish, "network": profile["spec"]["network"] | reached},
+                "spec": profile["spec"]
+                | {"publish": publish, "network": profile["spec"]["network"] | reached, "caBundle": bundle},
             }
         )
         yield running

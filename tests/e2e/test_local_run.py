@@ -15,6 +15,7 @@ import yaml
 
 from tests.support.cluster.binaries import ensure_binaries
 from tests.support.cluster.errors import wait_until
+from tests.support.forked_program import run_forked
 from tests.support.hub import running_hub
 from tests.support.s3 import REGION, SECRET_KEY, running_s3
 from tests.support.stack import ROOT
@@ -247,13 +248,22 @@ def _no_weights(claims: Path) -> None:
         shard.unlink()
 
 
+AT_NIGHT = pytest.mark.nightly
+"""By day the tests of preflight have these."""
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         pytest.param(lambda claims: (claims / "data/train.jsonl").unlink(), ["train.jsonl", "spec.data.source"], id="missing"),
-        pytest.param(_write("data/train.jsonl", '{"prompt": "a", "text": "b"}\n'), ["line 1", "completion"], id="key missing"),
-        pytest.param(_no_weights, ["safetensors", "spec.model.source"], id="no weights"),
-        pytest.param(_only_pickles, ["pytorch_model.bin", "spec.model.source"], id="pickles only"),
+        pytest.param(
+            _write("data/train.jsonl", '{"prompt": "a", "text": "b"}\n'),
+            ["line 1", "completion"],
+            id="key missing",
+            marks=AT_NIGHT,
+        ),
+        pytest.param(_no_weights, ["safetensors", "spec.model.source"], id="no weights", marks=AT_NIGHT),
+        pytest.param(_only_pickles, ["pytorch_model.bin", "spec.model.source"], id="pickles only", marks=AT_NIGHT),
         pytest.param(_truncate_a_shard, ["model-00001-of", "spec.model.source"], id="truncated shard"),
     ],
 )
@@ -282,7 +292,7 @@ def test_validate_gives_the_verdicts_of_the_examples() -> None:
             if line.startswith("# ") and ": " in line
         )
         expected = 1 if (head["verdict"], head.get("gate")) == ("refused", "rules") else 0
-        result = subprocess.run([FINETUNE, "validate", "-f", path, "-o", "json"], capture_output=True, text=True, check=False)
+        result = run_forked("finetune_cli", "validate", "-f", path, "-o", "json")
         assert result.returncode == expected, (path, result.stdout, result.stderr)
 
 

@@ -93,6 +93,8 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Released]:
         (folder / "finetune.pub").write_text(key.public_key)
         release = Release(f"{registry.host}/team", VERSION, key, COMMIT, plain_http=True)
         yield Released(registry, release, release.publish_image("operator"), release.publish_chart(), folder)
+        # At night it has gigabytes of the trainer, which pytest would keep.
+        shutil.rmtree(registry.storage)
 
 
 def _lines(beginning: str, released: Released) -> str:
@@ -294,6 +296,17 @@ def test_command_says_what_is_wrong(
         status = int(str(end.code))
     assert status != 0
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_the_trainer_is_released_and_verified_by_the_same_commands(released: Released) -> None:
+    image = released.release.publish_image("trainer")
+    assert image.digest == released.registry.digest("team/finetune-trainer", VERSION)
+    script = _lines("set -euo pipefail", released).replace("/finetune-operator", "/finetune-trainer")
+    done = released.run(script, DIGEST=image.digest)
+    assert (done.returncode, done.stdout) == (0, "Verified OK\ntrue\n"), done.stderr
+    printed = command.instructions(released.release, [released.image, image], released.chart)
+    assert f"trainerImage.digest={image.digest}" in printed
 
 
 @pytest.mark.nightly

@@ -14,6 +14,7 @@ from tests.integration.kube import Kube
 from tests.integration.operator_process import ForkedOperator, OperatorProcess
 from tests.integration.workload import Workload
 from tests.support.cluster.access import ClusterAccess
+from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.errors import wait_until
 from tests.support.cluster.existing import EXISTING_VARIABLE
 from tests.support.cluster.fixtures import control_plane
@@ -62,7 +63,9 @@ def workload(installed: Installed) -> Iterator[Workload]:
     workload = Workload(kube, name)
     workload.make_claims()
     yield workload
-    kube.delete("Namespace", "", name)
+    # A control plane of our own ends with all that it holds: to empty a namespace costs it as much as a test does.
+    if not isinstance(installed.cluster, ControlPlane):
+        kube.delete("Namespace", "", name)
 
 
 @pytest.fixture

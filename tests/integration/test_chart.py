@@ -170,6 +170,15 @@ def test_image_by_digest_and_user_id(installed: Installed) -> None:
     assert pod["securityContext"]["runAsUser"] == 1000650000
 
 
+def test_the_registry_of_all_charts_is_that_of_both_images(installed: Installed) -> None:
+    (deployment,) = of_kind(rendered(installed, "--set", "global.imageRegistry=mirror.example/hub"), "Deployment")
+    template = deployment["spec"]["template"]
+    images = {one["image"] for kind in ("containers", "initContainers") for one in template["spec"][kind]}
+    images |= {one["spec"]["trainerImage"] for one in json.loads(template["metadata"]["annotations"]["finetune.dev/profiles"])}
+    names = {image.rpartition(":")[0] for image in images}
+    assert names == {"mirror.example/hub/finetune-operator", "mirror.example/hub/finetune-trainer"}
+
+
 def test_deployment_passes_pod_security_restricted(installed: Installed, workload: Workload) -> None:
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     workload.kube.patch("Namespace", "", workload.namespace, {"metadata": {"labels": labels}})
@@ -192,7 +201,8 @@ def upgrade(installed: Installed) -> Iterator[Callable[..., CompletedProcess[str
             SYSTEM,
             "--reset-values",
             "--set",
-            ",".join(("replicas=0", *WAYS_OUT)),
+            # The definitions stay, and to take them in again is what costs most.
+            ",".join(("replicas=0", "crds.enabled=false", *WAYS_OUT)),
             *arguments,
         )
         return installed.chart.bring_profiles()

@@ -71,6 +71,7 @@ def test_failed_kubectl_call_shows_what_kubectl_said(control_plane: ClusterAcces
         control_plane.kubectl("get", "namespace", "absent")
 
 
+@pytest.mark.nightly
 def test_two_control_planes_run_at_once_and_the_one_that_ends_leaves_nothing(control_plane: ClusterAccess) -> None:
     with ControlPlane() as second:
         processes = descendants(second)
@@ -88,6 +89,7 @@ def test_two_control_planes_run_at_once_and_the_one_that_ends_leaves_nothing(con
     assert "default" in control_plane.kubectl("get", "namespaces", "-o", "name")
 
 
+@pytest.mark.nightly
 def test_existing_cluster_takes_the_place_of_an_own_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ControlPlane() as running:
         for program, command in (("kubectl", f"{running.binaries.kube} kubectl"), ("helm", str(running.binaries.helm))):
@@ -133,6 +135,7 @@ def test_component_that_ends_is_named_with_its_log_and_the_logs_are_kept(
     shutil.rmtree(kept)
 
 
+@pytest.mark.nightly
 def test_killed_test_run_leaves_no_process_and_its_directory_goes_with_the_next_run() -> None:
     script = (
         "import time\n"

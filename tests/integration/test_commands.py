@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from tests.integration.workload import Workload
 from tests.support.builders import a_job
 from tests.support.cluster.errors import wait_until
 from tests.support.command_rights import COMMANDS, EVENTS, JOB, JOBS, LOG, PODS, PROFILE, READER, CommandRights
+from tests.support.forked_program import run_forked
 from tests.unit.finetune_cli.jobs import objects
 
 pytestmark = pytest.mark.integration
@@ -70,11 +69,7 @@ class Caller:
         wait_until(lambda: all(self._is_allowed(user, each) for each in rights), f"the rights of {name}", 60)
 
         def call(line: str) -> subprocess.CompletedProcess[str]:
-            arguments = [sys.executable, "-m", "finetune_cli", *shlex.split(line)]
-            environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
-            return subprocess.run(
-                arguments, cwd=self.directory, env=environment, capture_output=True, text=True, timeout=120, check=False
-            )
+            return run_forked("finetune_cli", *shlex.split(line), directory=self.directory, KUBECONFIG=str(kubeconfig))
 
         return call
 

@@ -23,7 +23,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from finetune_job.names import JOB_KIND, Role
 from tests.hostile.objects import Document, Forger, Target, unreadable_job
-from tests.idle import PAST_FIRST_RELIST, watch_idle_operator
 from tests.integration.operator_process import OperatorProcess
 from tests.integration.test_api_rules import as_user
 from tests.integration.workload import Workload
@@ -35,7 +34,7 @@ from tests.support.source_seed import seed_of_the_sources
 
 pytestmark = pytest.mark.integration
 SEED = int(os.environ.get("HOSTILE_SEED", seed_of_the_sources()))
-OBJECTS = int(os.environ.get("HOSTILE_OBJECTS", "20000"))
+OBJECTS = int(os.environ.get("HOSTILE_OBJECTS", "4000"))
 SHARES = {"FineTuneJob": 0.06, "Pod": 0.3, "Job": 0.14, "ConfigMap": 0.25, "Service": 0.25}
 """A FineTuneJob is worth ten others: each is judged, and answered in its status."""
 CLIENTS = 8
@@ -61,21 +60,6 @@ class FloodedPlane(AuditedPlane):
 def plane() -> Iterator[AuditedPlane]:
     with FloodedPlane() as running:
         yield running
-
-
-def test_an_operator_on_an_empty_cluster_is_quiet_past_its_first_relist(plane: AuditedPlane, tmp_path: Path) -> None:
-    """No job, and no profile either. For a quarter of an hour: `python -m tests.idle`."""
-    profile = plane.kube.get("FineTuneProfile", "", "default")
-    assert profile is not None
-    plane.kube.delete("FineTuneProfile", "", "default")
-    try:
-        with plane.operator(tmp_path / "operator.log") as operator:
-            asked = watch_idle_operator(plane, operator, PAST_FIRST_RELIST)
-            print(f"requests of an idle operator in {PAST_FIRST_RELIST:.0f} s: {dict(asked)}")
-            assert operator.terminate() == 0
-    finally:
-        body = {"apiVersion": profile["apiVersion"], "kind": profile["kind"], "metadata": {"name": "default"}}
-        plane.kube.create("FineTuneProfile", "", body | {"spec": profile["spec"]})
 
 
 class Connection:
@@ -105,7 +89,7 @@ class Connection:
 
 
 class Flood:
-    """20,000 objects by a tenant, and what the kubelets then say of some of the pods."""
+    """Objects of a tenant, and what the kubelets then say of some of the pods."""
 
     def __init__(self, plane: AuditedPlane, namespace: str, targets: tuple[Target, ...]) -> None:
         self._plane, self._namespace, self._targets = plane, namespace, targets

@@ -1,5 +1,6 @@
-"""Every query of the dashboards and every recording rule has data in a real Prometheus, which scraped a real operator and rank 0
-of a real training. Metrics of GPUs and of the kubelet, of which there are none here, come from lines that such exporters serve.
+"""Every query of the dashboards and every recording rule has data in a real Prometheus, which scraped a real operator and what
+rank 0 of a real training answered while it trained. Metrics of GPUs and of the kubelet, of which there are none here, come from
+lines that such exporters serve.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,12 +30,12 @@ from tests.integration.workload import Workload
 from tests.support import dashboards
 from tests.support.cluster.errors import wait_until
 from tests.support.prometheus import Document, Prometheus, rendered, rendered_rules, running_prometheus
-from tests.support.tiny_model import run_context, tiny_spec
 
 pytestmark = pytest.mark.integration
 ADDRESS = "127.0.0.77"
 """Of rank 0, for the operator."""
 DEADLINE = 120.0
+ANSWERS, SECONDS_BETWEEN_ANSWERS = 8, 0.25
 ONLY_WITH_A_GPU = {"MFU"}
 """Panels that have no data here: the peak of a CPU is not known."""
 GPU_LABELS = 'gpu="0",UUID="GPU-5f1c",device="nvidia0",modelName="NVIDIA H100 80GB HBM3",Hostname="node-a",container="trainer"'
@@ -46,9 +48,11 @@ EXPORTED = (
 )
 
 
-@contextmanager
-def training(claims: Path) -> Iterator[int]:
-    """A tiny model is trained for as long as the body runs; the port of its rank 0."""
+def recorded_training(claims: Path) -> list[Answer]:
+    """What rank 0 says of its metrics, one answer after the other, while a tiny model is trained."""
+    # Brings torch, which every process that collects tests would load.
+    from tests.support.tiny_model import run_context, tiny_spec
+
     spec = tiny_spec(
         training={"maxSteps": 100_000, "globalBatchSize": 4},
         parallelism={"processesPerNode": 2},
@@ -86,8 +90,17 @@ def training(claims: Path) -> Iterator[int]:
         except (OSError, ValueError):
             return 0
 
+    def metrics(port: int) -> Answer:
+        with opener.open(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            return Answer(answer.read(), answer.headers["Content-Type"])
+
     try:
-        yield wait_until(port_after_first_checkpoint, "the first checkpoint of the training", DEADLINE)
+        port = wait_until(port_after_first_checkpoint, "the first checkpoint of the training", DEADLINE)
+        answers = [metrics(port)]
+        for _ in range(ANSWERS - 1):
+            time.sleep(SECONDS_BETWEEN_ANSWERS)
+            answers.append(metrics(port))
+        return answers
     finally:
         process.terminate()
         try:
@@ -95,6 +108,18 @@ def training(claims: Path) -> Iterator[int]:
         finally:
             process.kill()
             process.wait()
+
+
+@contextmanager
+def replayed(answers: list[Answer]) -> Iterator[int]:
+    """The port of a server that gives these answers, and the last one from then on. A training would take both processors."""
+    left = iter(answers)
+    server = HttpServer("127.0.0.1", 0, {"/metrics": lambda: next(left, answers[-1])}, name="rank-0")
+    server.start()
+    try:
+        yield int(server.address[1])
+    finally:
+        server.stop()
 
 
 def target(name: str, port: int, labels: dict[str, str], monitor: Document, *, honors: bool = False) -> Document:
@@ -147,7 +172,7 @@ def test_every_query_has_data(workload: Workload, operator: OperatorFactory, tmp
     exporter.start()
     told = Progress(attempt=0, step=3, total_steps=4, loss=1.5, eval_loss=1.6, tokens_per_second=10.0, goodput=0.9)
     try:
-        with rank_zero(ADDRESS, told), training(tmp_path / "claims") as rank_0:
+        with rank_zero(ADDRESS, told), replayed(recorded_training(tmp_path / "claims")) as rank_0:
             process = operator()
             port = int(process.wait_for_line("listening")["port"])
             process.wait_for_line("ready")

@@ -23,7 +23,9 @@ def sample(process: OperatorProcess, name: str, **labels: str) -> float:
     """Sum of the samples of a metric whose labels include these."""
     status, text = process.fetch("/metrics")
     assert status == 200
-    samples = [item for family in text_string_to_metric_families(text) for item in family.samples if item.name == name]
+    # All of it takes a hundred times longer to read, and is read while something is waited for.
+    lines = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(name))
+    samples = [item for family in text_string_to_metric_families(lines) for item in family.samples if item.name == name]
     return sum(item.value for item in samples if labels.items() <= item.labels.items())
 
 

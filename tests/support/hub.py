@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -116,26 +117,28 @@ class Hub:
 
 
 @contextmanager
-def running_hub() -> Iterator[Hub]:
-    """Both servers on free ports."""
+def running_hub(tls: ssl.SSLContext | None = None) -> Iterator[Hub]:
+    """Both servers on free ports, with the certificate of `tls` if there is one."""
     hub = Hub()
     with ExitStack() as stack:
-        hub.address = stack.enter_context(_serving(hub, store=False))
-        hub.store_address = stack.enter_context(_serving(hub, store=True))
+        hub.address = stack.enter_context(_serving(hub, tls, store=False))
+        hub.store_address = stack.enter_context(_serving(hub, tls, store=True))
         yield hub
 
 
 @contextmanager
-def _serving(hub: Hub, *, store: bool) -> Iterator[str]:
+def _serving(hub: Hub, tls: ssl.SSLContext | None, *, store: bool) -> Iterator[str]:
     class Handler(_Handler):
         pass
 
     Handler.hub, Handler.store = hub, store
     with _Server(("127.0.0.1", 0), Handler) as server:
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}"
+            yield f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
             thread.join()

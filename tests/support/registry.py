@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.cluster.certificates import CertificateAuthority
 from tests.support.cluster.errors import wait_until
 from tests.support.cluster.processes import Component, start_component
 from tests.support.cluster.requirements import install_packages
@@ -44,6 +45,8 @@ class Registry:
     server: Component
     login: tuple[str, str] | None = None
     """User name and password; None: the registry asks for none."""
+    authority: CertificateAuthority | None = None
+    """Of its certificate; None: it speaks no TLS."""
 
     def docker_config(self, host: str | None = None) -> str:
         """config.json as `docker login` writes it."""
@@ -74,10 +77,11 @@ class Registry:
         return files
 
     def _get(self, repository: str, path: str) -> bytes:
-        request = urllib.request.Request(f"http://{self.host}/v2/{repository}/{path}", headers={"Accept": _MANIFEST})
+        scheme, tls = ("http", None) if self.authority is None else ("https", self.authority.client_context())
+        request = urllib.request.Request(f"{scheme}://{self.host}/v2/{repository}/{path}", headers={"Accept": _MANIFEST})
         if self.login is not None:
             request.add_header("Authorization", "Basic " + base64.b64encode(":".join(self.login).encode()).decode())
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls))
         try:
             with opener.open(request, timeout=60) as answer:
                 content: bytes = answer.read()
@@ -96,8 +100,10 @@ def ensure_registry() -> None:
 
 
 @contextmanager
-def running_registry(directory: Path, address: str = "127.0.0.1", *, needs_login: bool = False) -> Iterator[Registry]:
-    """Start one with its files below `directory`, on a free port of `address`."""
+def running_registry(
+    directory: Path, address: str = "127.0.0.1", *, needs_login: bool = False, authority: CertificateAuthority | None = None
+) -> Iterator[Registry]:
+    """Start one with its files below `directory`, on a free port of `address`; with TLS if `authority` is to sign for it."""
     ensure_registry()
     storage = directory / "storage"
     storage.mkdir(parents=True)
@@ -111,6 +117,9 @@ def running_registry(directory: Path, address: str = "127.0.0.1", *, needs_login
         # Of all replicas of a registry the same, so that an upload continues at another one.
         "http": {"addr": host, "secret": "shared-by-all-replicas"},
     }
+    if authority is not None:
+        pair = authority.sign("registry", "/CN=registry", "serverAuth", [f"IP:{address}"])
+        config["http"]["tls"] = {"certificate": str(pair.certificate), "key": str(pair.key)}
     if needs_login:
         (directory / "htpasswd").write_text(_HTPASSWD)
         config["auth"] = {"htpasswd": {"realm": "test", "path": str(directory / "htpasswd")}}
@@ -119,7 +128,7 @@ def running_registry(directory: Path, address: str = "127.0.0.1", *, needs_login
     server = start_component(_PROGRAM, [_PROGRAM, "serve", directory / "config.yml"], directory / "registry.log")
     try:
         wait_until(lambda: _answers(server, host), f"the registry, see {server.log}", _START_SECONDS)
-        yield Registry(host, storage, server, (USER, PASSWORD) if needs_login else None)
+        yield Registry(host, storage, server, (USER, PASSWORD) if needs_login else None, authority)
     finally:
         server.kill()
 

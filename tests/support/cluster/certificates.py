@@ -2,6 +2,7 @@
 
 import base64
 import json
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,17 @@ class CertificateAuthority:
             *("-CAcreateserial", "-days", _VALID_DAYS, "-extfile", extensions, "-out", pair.certificate),
         )
         return pair
+
+    def server_context(self, address: str) -> ssl.SSLContext:
+        """For a server at an IP address."""
+        pair = self.sign("server", "/CN=server", "serverAuth", [f"IP:{address}"])
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(pair.certificate, pair.key)
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """For a client that trusts this authority and no other."""
+        return ssl.create_default_context(cafile=self.certificate)
 
     def service_account_key(self) -> tuple[Path, Path]:
         """Make the key that signs service account tokens; return the paths of the private and the public key."""

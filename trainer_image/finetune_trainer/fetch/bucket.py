@@ -23,6 +23,7 @@ from finetune_job.api.base import BucketPath
 from finetune_trainer.credentials import S3Keys
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.fetch.source import RemoteFile, SourceUnavailableError
+from finetune_trainer.network.certificates import untrusted_certificate
 from finetune_trainer.network.environment import S3Service
 from finetune_trainer.network.http_status import ABSENT, DENIED, RETRYABLE
 from finetune_trainer.network.retry import TransientError
@@ -147,7 +148,7 @@ class BucketPrefix:
         text = str(error) if isinstance(error, GenericError) else ""
         status, code = _STATUS.search(text), _CODE.search(text)
         if status is None:
-            return TransientError(f"the object store did not answer ({type(error).__name__})")
+            return untrusted_certificate(error) or TransientError(f"the object store did not answer ({type(error).__name__})")
         said = f" (HTTP status {status[1]}{f', {code[1]}' if code else ''})"
         match int(status[1]):
             case number if number in RETRYABLE:

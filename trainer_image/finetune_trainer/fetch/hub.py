@@ -16,6 +16,7 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 from finetune_job.api.base import HUB_DATASETS, HubPath
 from finetune_trainer.errors import DataError, TrainerError
 from finetune_trainer.fetch.source import Digest, DigestKind, RemoteFile, SourceUnavailableError
+from finetune_trainer.network.certificates import untrusted_certificate
 from finetune_trainer.network.http_status import ABSENT, DENIED
 from finetune_trainer.network.hub_answers import SILENCE_SECONDS, call_hub, transient_failure
 from finetune_trainer.network.retry import TransientError
@@ -97,7 +98,7 @@ class HubRepository:
                         yield memoryview(chunk)[skip:]
                     skip = max(skip - len(chunk), 0)
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
-            raise TransientError(f"the connection failed ({type(error).__name__})") from None
+            raise untrusted_certificate(error) or TransientError(f"the connection failed ({type(error).__name__})") from None
 
     def _failure(self, response: httpx2.Response) -> Exception:
         status = response.status_code

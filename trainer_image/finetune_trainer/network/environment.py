@@ -1,4 +1,4 @@
-"""What the environment of the process says about the network, and how a role that needs it continuesline.
+"""What the environment of the process says about the network, and how a role that needs it goes online.
 
 The image is offline by its environment. The object store is the plan's, or on a user's own machine the one that AWS tools
 would take.

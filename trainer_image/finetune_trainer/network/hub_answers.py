@@ -11,6 +11,7 @@ import httpx2
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
 
+from finetune_trainer.network.certificates import untrusted_certificate
 from finetune_trainer.network.http_status import DENIED, RETRYABLE, parse_retry_after
 from finetune_trainer.network.retry import TransientError
 
@@ -62,7 +63,7 @@ def _meaning(error: BaseException) -> BaseException:
     if isinstance(error, json.JSONDecodeError):
         return TransientError("the answer is not JSON")
     if isinstance(error, httpx2.HTTPError | httpx2.InvalidURL | httpx2.StreamError):
-        return TransientError(f"no answer ({type(error).__name__})")
+        return untrusted_certificate(error) or TransientError(f"no answer ({type(error).__name__})")
     if isinstance(error, RuntimeError) and error.__cause__ is not None:
         # The client wraps what fails in one of its threads.
         return _meaning(error.__cause__)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import httpx2
 
+from finetune_trainer.network.certificates import untrusted_certificate
 from finetune_trainer.network.http_status import RETRYABLE, parse_retry_after
 from finetune_trainer.network.retry import StoppedError, TransientError
 
@@ -73,8 +74,8 @@ class HttpClient:
             with self._client.stream(method, url, headers=headers | lengths, content=content) as response:
                 return HttpResponse(response.status_code, response.headers, _bounded(response), url)
         except httpx2.ConnectError as error:
-            # Says which address or certificate is wrong, and came before anything was sent.
-            raise TransientError(f"no connection ({error})") from None
+            # Says which address is wrong, and came before anything was sent.
+            raise untrusted_certificate(error) or TransientError(f"no connection ({error})") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
             raise TransientError(f"the connection failed ({type(error).__name__})") from None
 

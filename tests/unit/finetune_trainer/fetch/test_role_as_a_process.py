@@ -8,11 +8,14 @@ import sys
 import threading
 from pathlib import Path
 
-from finetune_job.failures import Outcome, parse_envelope
+from finetune_job.failures import EXIT_CODES, FailureClass, Outcome, parse_envelope
 from finetune_job.plan.digest import canonical_json
+from finetune_operator.children.cpu_jobs import fetch_job
 from finetune_trainer.context import RunContext
+from tests.support.cluster.certificates import CertificateAuthority
 from tests.support.cluster.errors import wait_until
-from tests.support.hub import Fault
+from tests.support.hub import Fault, running_hub
+from tests.unit.finetune_operator.children.building import ELSEWHERE, pod_spec, run_of
 from tests.unit.finetune_trainer.fetch.test_hub import MODEL, content
 
 HEAVY = ("torch", "transformers", "peft", "numpy", "pyarrow")
@@ -26,7 +29,7 @@ sys.exit(code)
 """
 
 
-def start(context: RunContext, directory: Path, attempt: int = 0) -> subprocess.Popen[str]:
+def start(context: RunContext, directory: Path, attempt: int = 0, **variables: str) -> subprocess.Popen[str]:
     plan = directory / "plan.json"
     plan.write_text(canonical_json(context.plan))
     arguments = ["fetch", "--plan", plan, "--plan-sha256", context.plan_sha256, "--claims-root", context.claims_root]
@@ -39,7 +42,7 @@ def start(context: RunContext, directory: Path, attempt: int = 0) -> subprocess.
     home.mkdir(exist_ok=True)
     return subprocess.Popen(
         [sys.executable, "-c", RUN, *map(str, arguments)],
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "HOME": str(home)},
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HOME": str(home)} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -83,3 +86,28 @@ def test_a_killed_fetch_goes_on_with_what_is_missing(model_of, hub, tmp_path):
     assert process.returncode == 0, output
     assert content(context.base_model) == MODEL
     assert set(hub.sent) == {"model-00002-of-00002.safetensors"}
+
+
+def test_a_hub_of_a_private_authority_is_trusted_with_the_bundle_of_the_profile_and_not_without(model_of, hub, tmp_path):
+    """With the environment and the files of the pod that the operator makes for such a profile."""
+    authority = CertificateAuthority(tmp_path / "authority")
+    bundle = ELSEWHERE.with_profile(caBundle={"configMap": "company-ca", "key": "bundle.pem"})
+    pod = pod_spec(fetch_job(run_of(bundle), 0))
+    (mount,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "authorities"]
+    (volume,) = [one["configMap"] for one in pod["volumes"] if one["name"] == "authorities"]
+    for item in volume["items"]:
+        files = {"bundle.pem": authority.certificate}
+        (tmp_path / item["path"]).write_text(files[item["key"]].read_text())
+    variables = {one["name"]: one["value"].replace(mount["mountPath"], str(tmp_path)) for one in pod["containers"][0]["env"]}
+    with running_hub(authority.server_context("127.0.0.1")) as secure:
+        secure.repositories, hub.address = hub.repositories, secure.address
+        context = model_of(MODEL)
+        output, _ = (process := start(context, tmp_path)).communicate(timeout=60)
+        assert process.returncode == EXIT_CODES[FailureClass.SOURCE_UNAVAILABLE], output
+        report = parse_envelope((tmp_path / "termination.json").read_text())
+        assert "certificate of the server is not trusted (unable to get local issuer certificate)" in report.message
+        assert "name its certificates in spec.caBundle of the FineTuneProfile" in report.message
+        trusting = {"SSL_CERT_FILE": variables["SSL_CERT_FILE"]}
+        output, _ = (process := start(context, tmp_path, attempt=1, **trusting)).communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert content(context.base_model) == MODEL

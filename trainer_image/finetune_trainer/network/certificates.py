@@ -1,0 +1,31 @@
+"""A server whose certificate is not trusted: to ask again is in vain, and the profile says whom to trust."""
+
+from __future__ import annotations
+
+import math
+import re
+import ssl
+
+from finetune_trainer.network.retry import TransientError
+
+_FIX = (
+    "if an authority of your own signed it, name its certificates in spec.caBundle of the FineTuneProfile "
+    "(on your own machine: set SSL_CERT_FILE)"
+)
+_OF_THE_OBJECT_STORE = re.compile(r"InvalidCertificate\(\s*(\w{1,64})")
+"""The client of object stores tells of it in the text alone."""
+
+
+def untrusted_certificate(error: BaseException) -> TransientError | None:
+    """What to raise if a certificate was refused; None: something else is wrong. A role does not wait for it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return _failure(cause.verify_message)
+        cause = cause.__cause__ or cause.__context__
+    found = _OF_THE_OBJECT_STORE.search(str(error))
+    return None if found is None else _failure(found[1])
+
+
+def _failure(reason: str) -> TransientError:
+    return TransientError(f"the certificate of the server is not trusted ({reason}): {_FIX}", retry_after_seconds=math.inf)
