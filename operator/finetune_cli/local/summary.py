@@ -37,6 +37,8 @@ class Summary:
     """The report of the run, or of the verification if the run got no further."""
     address: str | None = None
     """Where the results were published, with what names this very content."""
+    adapter_address: str | None = None
+    """The same of the adapter, if it has a repository of its own."""
     figures: Mapping[str, Any] = field(default_factory=dict)
     """Content of verification.json."""
     workspace: Path = Path()
@@ -56,6 +58,7 @@ def summarise(plan: RunPlan, record: RunRecord, claims: Path) -> Summary:
         merged=_existing(output.merged),
         verification=_existing(output.report) or _existing(output.verification_page) or _existing(output.verification),
         address=record.facts.get(Role.PUBLISH, {}).get("address"),
+        adapter_address=record.facts.get(Role.PUBLISH, {}).get("adapter_address"),
         figures=_figures(output.verification),
         workspace=workspace.root,
         restarts=sum(one.counted + one.uncounted for one in record.restarts.values()),
