@@ -19,7 +19,7 @@ _BELOW = f"{ADAPTER}/"
 
 
 def release_by_repository(release: Release, place: HubPath, scratch: Path) -> tuple[tuple[HubPath, Release], ...]:
-    """Repositories and what goes there, in the order of publishing: whoever sees the last one may rely on all.
+    """Repositories and what goes there, in the order of publishing: the last one is there only if all are.
 
     Args:
         release: Everything, with names as at the top of `place`.

@@ -21,7 +21,7 @@ from finetune_trainer.credentials import Credentials
 from finetune_trainer.errors import InvariantError, PreemptedError
 from finetune_trainer.network.environment import s3_service
 from finetune_trainer.network.retry import RetryPolicy, StoppedError
-from finetune_trainer.publish.destination import Destination
+from finetune_trainer.publish.destination import Destination, Publication
 from finetune_trainer.publish.oci import RegistryDestination
 from finetune_trainer.publish.resumable import UploadJournal
 from finetune_trainer.publish.s3 import BucketDestination
@@ -53,7 +53,8 @@ def publish(context: RunContext, credentials: Credentials, patience: RetryPolicy
         raise InvariantError("the plan publishes nothing", "the results are on the claim of spec.output.destination already")
     started = time.monotonic()
     with TemporaryDirectory(prefix="signature-") as scratch, _sigterm() as end:
-        publications, total = [], 0
+        publications: list[Publication] = []
+        total = 0
         for location, release in _signed_releases(plan, read_release(context), credentials, Path(scratch)):
             size = sum(file.size for file in (*release.files, release.manifest))
             log.info("%s: %d files, %d bytes", plan.destination, len(release.files) + 1, size)

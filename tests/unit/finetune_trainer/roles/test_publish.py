@@ -60,7 +60,7 @@ def send_to(monkeypatch: pytest.MonkeyPatch, destination: FakeDestination) -> Fa
 def test_the_report_says_where_the_release_is(made: Example, monkeypatch: pytest.MonkeyPatch) -> None:
     destination = send_to(monkeypatch, FakeDestination())
     report = role.publish(made.context, LOCAL)
-    assert destination.places == ["team/tuned-adapter", "team/tuned"]  # whoever sees the second one sees both
+    assert destination.places == ["team/tuned-adapter", "team/tuned"]  # the second one is there only if both are
     adapter, merged = destination.releases
     assert {file.name for file in adapter.files} == {
         *("README.md", "adapter_config.json", "adapter_model.safetensors", "manifest.json", "provenance.json")
