@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from finetune_job.api.base import HubPath, adapter_repository
+from finetune_trainer.errors import CheckpointError
 from finetune_trainer.release.checksums import checksum_lines
-from finetune_trainer.release.files import ADAPTER, CHECKSUMS, PROVENANCE, Release, ReleaseFile
+from finetune_trainer.release.files import ADAPTER, CHECKSUMS, PROVENANCE, SIGNATURE, Release, ReleaseFile
 
 _BELOW = f"{ADAPTER}/"
 
@@ -26,13 +27,19 @@ def release_by_repository(release: Release, place: HubPath, scratch: Path) -> tu
         place: The destination.
         scratch: Of this pod alone; lists of checksums are written there.
 
-    Raises OSError.
+    Raises CheckpointError if two files would have one name there, OSError.
     """
     adapter = [replace(file, name=file.name.removeprefix(_BELOW)) for file in release.files if file.name.startswith(_BELOW)]
     if not adapter:
         return ((place, release),)
     rest = [file for file in release.files if not file.name.startswith(_BELOW)]
     about = [file for file in rest if file.name == PROVENANCE]
+    ours = {CHECKSUMS, SIGNATURE, *(file.name for file in about)}
+    if taken := sorted(ours & {file.name for file in adapter}):
+        raise CheckpointError(
+            f"{adapter[0].claim}: the adapter's directory has {taken[0]}, which is the name of another file of its repository",
+            "find out who writes to the claim; remove that file and run the merge again",
+        )
     return (
         (adapter_repository(place), _release(release, [*adapter, *about], scratch / "adapter")),
         (place, _release(release, rest, scratch / "merged")),

@@ -111,6 +111,18 @@ def test_each_repository_has_a_list_of_its_files_and_a_signature_of_it(
     assert first != second
 
 
+@pytest.mark.parametrize("name", ["SHA256SUMS", "SHA256SUMS.sig", "provenance.json"])
+def test_a_file_that_somebody_has_put_next_to_the_adapter_takes_no_name_of_ours(
+    made: Example, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (made.context.output.adapter / name).write_text("forged")
+    write_release_files(made.context.output, made.results())
+    destination = send_to(monkeypatch, FakeDestination())
+    with pytest.raises(CheckpointError, match=f"the adapter's directory has {name}"):
+        role.publish(made.context, LOCAL)
+    assert destination.releases == []
+
+
 def test_a_stop_by_sigterm_is_a_preemption_and_the_handler_is_given_back(made: Example, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)
     send_to(monkeypatch, FakeDestination(StoppedError("stopped"), is_terminated=True))
