@@ -41,6 +41,8 @@ class Summary:
     """The same of the adapter, if it has a repository of its own."""
     figures: Mapping[str, Any] = field(default_factory=dict)
     """Content of verification.json."""
+    has_failed_verification: bool = False
+    """The run ended because of it."""
     workspace: Path = Path()
     restarts: int = 0
     seconds: float = 0.0
@@ -50,7 +52,7 @@ def summarise(plan: RunPlan, record: RunRecord, claims: Path) -> Summary:
     """What is there now."""
     workspace = WorkspaceLayout(_place(claims, plan.workspace))
     output = OutputLayout(_place(claims, plan.output))
-    history = _history(workspace.history)
+    history, figures = _history(workspace.history), _figures(output.verification)
     return Summary(
         losses=losses(record.facts.get(Role.TRAIN, {}), history),
         step=max((int(line["step"]) for line in history if isinstance(line.get("step"), int)), default=0),
@@ -59,7 +61,8 @@ def summarise(plan: RunPlan, record: RunRecord, claims: Path) -> Summary:
         verification=_existing(output.report) or _existing(output.verification_page) or _existing(output.verification),
         address=record.facts.get(Role.PUBLISH, {}).get("address"),
         adapter_address=record.facts.get(Role.PUBLISH, {}).get("adapter_address"),
-        figures=_figures(output.verification),
+        figures=figures,
+        has_failed_verification=record.stage is Role.MERGE and figures.get("passed") is False,
         workspace=workspace.root,
         restarts=sum(one.counted + one.uncounted for one in record.restarts.values()),
         seconds=sum(record.seconds.values()),

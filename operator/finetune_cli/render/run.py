@@ -166,6 +166,7 @@ def summary_text(code: ExitCode, summary: Summary) -> str:
         for label, path in (("adapter", summary.adapter), ("merged model", summary.merged)):
             if path is not None:
                 rows.append((label, str(path)))
+    if code is ExitCode.DONE or summary.has_failed_verification:
         rows += verification_rows(summary.figures)
         if summary.verification is not None:
             rows.append(("report", str(summary.verification)))

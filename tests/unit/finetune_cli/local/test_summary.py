@@ -59,3 +59,9 @@ def test_the_summary_tells_where_everything_is(tmp_path):
         "25.0 s",
     ):
         assert part in text
+    # A later failure is told in the report of the run, too; of another stage's failure an old verification says nothing.
+    (output / "verification.json").write_text(json.dumps(figures | {"passed": False}))
+    for stage, is_told in ((Role.MERGE, True), (Role.TRAIN, False)):
+        failed = summary_text(ExitCode.FAILED, summarise(PLAN, record.model_copy(update={"next_attempt": {stage: 1}}), claims))
+        assert (f"report:        {output / 'report.html'}" in failed) is is_told
+        assert ("FAILED" in failed) is is_told
