@@ -94,6 +94,8 @@ def test_the_bundle_needs_python_and_nothing_else(tmp_path: Path, monkeypatch: p
     [platform] = document["spec"]["platforms"]
     archive = (tmp_path / "made" / platform["uri"].removeprefix(URL)).read_bytes()
     assert hashlib.sha256(archive).hexdigest() == platform["sha256"]
+    [target] = [one for one in krew.PLATFORMS if one.name == krew.own_platform()]
+    assert krew.bundle("0.9.9", target) == archive, "equal sources give equal bytes"
     store = unpacked(archive, tmp_path / "store/finetune/v0.9.9")
     assert "Apache License" in (store / "LICENSE").read_text()
     assert [path.name for path in (store / "lib").iterdir() if path.name in {"torch", "transformers", "kopf"}] == []

@@ -138,16 +138,21 @@ def bundle(version: str, target: Platform) -> bytes:
         run(*install, wheel)
         shutil.rmtree(root / "lib/bin")
         (root / "lib/.lock").unlink(missing_ok=True)
-        _name_version(root / "lib", version)
+        _describe(root / "lib", version)
         shutil.copyfile(REPOSITORY / "LICENSE", root / "LICENSE")
         (root / "start.py").write_text(_START)
         (root / _PROGRAM).write_text(_LAUNCHER)
         return _packed(root)
 
 
-def _name_version(library: Path, version: str) -> None:
-    """Have `--version` say what the bundle is called: the sources have one version between two releases."""
+def _describe(library: Path, version: str) -> None:
+    """Have `--version` say what the bundle is called, because the sources have one version between two releases.
+
+    What names the directory of this build goes.
+    """
     [metadata] = library.glob("finetune_operator-*.dist-info/METADATA")
+    for about in ("direct_url.json", "uv_cache.json", "RECORD"):
+        metadata.with_name(about).unlink(missing_ok=True)
     metadata.write_text(re.sub(r"^Version: .*$", f"Version: {version}", metadata.read_text(), count=1, flags=re.MULTILINE))
 
 
