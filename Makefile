@@ -91,6 +91,12 @@ release: environment ## Push images and chart as VERSION to REGISTRY, sign them 
 	  { echo "make release REGISTRY=registry.example/team VERSION=0.2.0 KEY=finetune.key: name all three" >&2; exit 2; }
 	$(PYTHON) -m tests.support.release --registry $(REGISTRY) --version $(VERSION) --key $(KEY) --images $(IMAGES) $(OPTIONS)
 
+.PHONY: krew-bundle
+krew-bundle: environment ## kubectl finetune as VERSION for Krew, to be loaded from URL: archive and manifest in build/krew
+	@test -n "$(VERSION)" -a -n "$(URL)" || \
+	  { echo "make krew-bundle VERSION=0.2.0 URL=https://downloads.example.com/finetune: name both" >&2; exit 2; }
+	$(PYTHON) -m tests.support.krew --version $(VERSION) --url $(URL) $(OPTIONS)
+
 .PHONY: generate
 generate: environment ## Write all generated files: CRDs, fields, commands, rules, findings, pitfalls, methods, table of metrics, image locks
 	$(PYTHON) -m finetune_job.crd crds charts/finetune-operator/files/crds

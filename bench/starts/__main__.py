@@ -23,7 +23,8 @@ from finetune_cli.checks.validate import validate
 from finetune_cli.commands.run import local_plan
 from finetune_cli.local.claims import claim_directories, claims_of, link_claims
 from finetune_cli.local.launch import Interruption
-from finetune_cli.local.local_run import LocalRun, read_progress
+from finetune_cli.local.local_run import LocalRun
+from finetune_cli.local.rank_zero import read_progress
 from finetune_cli.local.run_directory import freeze, locked, run_directory_of, start_fresh
 from finetune_job.api.job import FineTuneJob
 from finetune_job.failures import TerminationReport

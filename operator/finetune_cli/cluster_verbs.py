@@ -13,6 +13,7 @@ from finetune_job.names import Role
 
 if TYPE_CHECKING:
     from finetune_cli.cluster.objects import Cluster
+    from finetune_cli.jobs.pod_logs import LogRequest
 
 DEFAULT_CLAIMS = Path("runs/claims")
 cluster_app = typer.Typer()
@@ -113,17 +114,12 @@ def status(
 
 def local_runs(claims: Path | None, output: Output, name: str | None = None, namespace: str | None = None) -> None:
     """The runs on this machine, or one of them."""
-    from finetune_cli.exit_codes import LocalError
-    from finetune_cli.local.known_runs import known_runs
+    from finetune_cli.local.known_runs import known_runs, named_runs
     from finetune_cli.render.known_runs import runs_document, runs_text
 
     place = claims or DEFAULT_CLAIMS
     with errors_told():
-        runs = known_runs(place)
-        if name is not None:
-            runs = [run for run in runs if run.plan.job.name == name and namespace in (None, run.plan.job.namespace)]
-            if not runs:
-                raise LocalError(f"{name}: no such run below {place}; `finetune list --local` lists those that there are")
+        runs = known_runs(place) if name is None else named_runs(place, name, namespace)
         print_answer(output, lambda: runs_text(runs, place), lambda: runs_document(runs))
 
 
@@ -132,29 +128,53 @@ def logs(
     *,
     name: JobName,
     namespace: Namespace = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print what comes, until the pods have ended.")] = False,
-    stage: Annotated[Role | None, typer.Option(help="Stage. Unset: the current one, or the latest that has pods.")] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print what comes, until pods or run have ended.")] = False,
+    stage: Annotated[Role | None, typer.Option(help="Stage. Unset: the current one, or the latest that has logs.")] = None,
     attempt: Annotated[int | None, typer.Option(min=0, help="Attempt of the stage. Unset: the latest.")] = None,
     rank: Annotated[int | None, typer.Option(min=0, help="Rank of the training, from 0. Unset: all.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Only of what has failed.")] = False,
     since: Annotated[str | None, typer.Option(help="Only lines of the last 90s, 10m or 1h30m.")] = None,
     tail: Annotated[int | None, typer.Option(min=1, help="Only so many lines of each pod or rank, from the end.")] = None,
     context: Context = None,
+    local: Local = False,
+    claims: Claims = None,
 ) -> None:
-    """Print the logs of a job's pods; those of training that are gone, from the workspace.
+    """Print the logs of a job's pods, those of training that are gone, from the workspace; or of a run on this machine.
 
     The workspace is read by a pod that lives for seconds, with the image and the user of the job's own pods. It keeps the newest
     8 to 16 MiB of each rank. Exit code: 0, 2 no such job or wrong arguments, 3 there is no such log, 130 interrupted.
     """
-    from finetune_cli.commands.logs import LogOptions, log_lines
     from finetune_cli.jobs.durations import parse_duration
     from finetune_cli.jobs.pod_logs import LogRequest
 
     with errors_told():
         seconds = None if since is None else int(parse_duration(since, "--since"))
         request = LogRequest(stage, attempt, rank, failed)
+        if local or claims is not None:
+            _local_logs(claims or DEFAULT_CLAIMS, name, namespace, request, follow=follow, tail=tail, has_since=since is not None)
+            return
+        from finetune_cli.commands.logs import LogOptions, log_lines
+
         for line in log_lines(_cluster(context, namespace), name, request, LogOptions(follow, seconds, tail)):
             typer.echo(line)
+
+
+def _local_logs(
+    claims: Path, name: str, namespace: str | None, request: LogRequest, *, follow: bool, tail: int | None, has_since: bool
+) -> None:
+    """Print them. Raises LocalError."""
+    from finetune_cli.commands.local_logs import local_log_lines
+    from finetune_cli.exit_codes import LocalError
+    from finetune_cli.local.known_runs import named_runs
+
+    if has_since:
+        raise LocalError("--since: the logs of a run on this machine have no times; use --tail")
+    run, *others = named_runs(claims, name, namespace)
+    if others:
+        found = ", ".join(sorted(each.plan.job.namespace for each in (run, *others)))
+        raise LocalError(f"{name}: there is a run of that name in several namespaces ({found}); choose one with --namespace")
+    for line in local_log_lines(run, request, tail=tail, follow=follow):
+        typer.echo(line)
 
 
 @cluster_app.command()

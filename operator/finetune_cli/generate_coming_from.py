@@ -89,14 +89,18 @@ writes what is certain to mean the same. The tables below are its answers. Metho
 | try it before a GPU is held | | | | `finetune rehearse job.yaml` |
 | train on one machine | `axolotl train config.yml` | `llamafactory-cli train config.yaml` | `trl sft --config config.yaml` | \
 `finetune run job.yaml` |
-| train on several nodes | a launcher on each node | a launcher on each node | a launcher on each node | \
-`kubectl apply -f job.yaml` |
+| train on two nodes | `axolotl train config.yml --launcher torchrun -- --nnodes 2 --rdzv_endpoint ...` on each node | \
+`FORCE_TORCHRUN=1 NNODES=2 NODE_RANK=0 MASTER_ADDR=... llamafactory-cli train config.yaml`, and with `NODE_RANK=1` | \
+`accelerate launch --num_machines 2 --machine_rank 0 ...` on each node | `kubectl apply -f job.yaml` |
 | continue | `resume_from_checkpoint` | `resume_from_checkpoint` | `resume_from_checkpoint` | the same command again |
 | merge | `axolotl merge-lora config.yml` | `llamafactory-cli export config.yaml` | PEFT's `merge_and_unload` | part of the run; \
 `finetune merge` for others' adapters |
 | prove the merge | | | | part of the run: logits of base and adapter against the merged model |
 | chat | `axolotl inference config.yml` | `llamafactory-cli chat config.yaml` | | none: serve the result, as in \
 [getting-started.md](getting-started.md) |
+| serve | | `llamafactory-cli api config.yaml` | `trl vllm-serve --model MODEL`, for its online methods | none: `vllm serve`, \
+as the report of the run shows it |
+| a web page to set up and start runs | | `llamafactory-cli webui` | | none |
 | preferences and rewards | yes | yes | yes | none: [limits.md](limits.md#when-to-use-another-tool) |
 | images | yes | yes | yes | none: the text part of such models is trained |
 

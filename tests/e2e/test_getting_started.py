@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune_trainer.release.files import ReleaseLayout
@@ -140,14 +140,15 @@ LAYOUTS = {
         None,
     ),
     "a repository": (ReleaseLayout(has_adapter=True, has_merged=True, is_repository=True), "adapter", ""),
-    "a repository of the adapter": (ReleaseLayout(has_adapter=True, has_merged=False, is_repository=True), "", None),
-    "a repository of the merged model": (ReleaseLayout(has_adapter=False, has_merged=True, is_repository=True), None, ""),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_is_published_loads_as_it_is(name: str, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With PEFT, transformers and, by its files, vLLM, in the layout that readers of each kind of destination see."""
+    """With PEFT, transformers and, by its files, vLLM, in the layout that readers of each kind of destination see.
+
+    The repositories of the Hub are in tests/unit/finetune_trainer/roles/test_publish_loading.py.
+    """
     layout, adapter, merged = LAYOUTS[name]
     published = tmp_path / "published"
     for local in (path.relative_to(trained.result) for path in trained.result.rglob("*") if path.is_file()):
@@ -160,18 +161,12 @@ def test_what_is_published_loads_as_it_is(name: str, trained: Trained, tmp_path:
     (tmp_path / "meta-llama/Llama-3.1-8B-Instruct").symlink_to(trained.base)
     monkeypatch.chdir(tmp_path)
     turns = [{"role": "user", "content": "My parcel is late."}]
-    if adapter is not None:
-        check_adapter(published / adapter, trained.base)
-        if layout.is_repository and adapter:
-            # PEFT's AutoPeftModel hands a subfolder on to the base; what the model card shows does not.
-            base = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B-Instruct")
-            model = PeftModel.from_pretrained(base, published, subfolder=adapter)
-        else:
-            model = AutoPeftModelForCausalLM.from_pretrained(published / adapter)
-        assert any(values.any() for name, values in model.named_parameters() if "lora_B" in name)
-        assert model.peft_config["default"].base_model_name_or_path == "meta-llama/Llama-3.1-8B-Instruct"
-        tokenizer = AutoTokenizer.from_pretrained(published / adapter)
-        assert "<|im_start|>user\nMy parcel" in tokenizer.apply_chat_template(turns, tokenize=False)
+    check_adapter(published / adapter, trained.base)
+    model = AutoPeftModelForCausalLM.from_pretrained(published / adapter)
+    assert any(values.any() for name, values in model.named_parameters() if "lora_B" in name)
+    assert model.peft_config["default"].base_model_name_or_path == "meta-llama/Llama-3.1-8B-Instruct"
+    tokenizer = AutoTokenizer.from_pretrained(published / adapter)
+    assert "<|im_start|>user\nMy parcel" in tokenizer.apply_chat_template(turns, tokenize=False)
     if merged is not None:
         check_model(published / merged)
         model = AutoModelForCausalLM.from_pretrained(published / merged)

@@ -1,24 +1,33 @@
 """`finetune run` as its user runs it: to a verified model, through a power cut, and into each kind of bad input."""
 
+import copy
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from finetune_cli.jobs.diagnosis import diagnose
+from finetune_cli.jobs.next_manifest import fork_of, parse_change
+from finetune_cli.jobs.seen import seen_job
 from tests.support.cluster.binaries import ensure_binaries
 from tests.support.cluster.errors import wait_until
 from tests.support.forked_program import run_forked
 from tests.support.hub import running_hub
 from tests.support.s3 import REGION, SECRET_KEY, running_s3
 from tests.support.stack import ROOT
+from tests.unit.finetune_cli.jobs import objects
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 FINETUNE = Path(sys.executable).parent / "finetune"
@@ -302,3 +311,45 @@ def test_a_manifest_is_needed(tmp_path: Path) -> None:
     result = subprocess.run([FINETUNE, "validate", "-f", broken], capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "line 2" in result.stdout + result.stderr
+
+
+FAILED = {
+    "DeviceOutOfMemory": ("training", {"microBatchSize": 4}, {"microBatchSize": 2}),
+    "DeviceOutOfMemory, one record at a time": ("training", {"microBatchSize": 1}, {"activationCheckpointing": "Full"}),
+    "NonFinite": ("training", {"learningRate": "2e-2"}, {"learningRate": "0.01"}),
+    "Stalled": ("training", {"stepTimeoutSeconds": 60}, {"stepTimeoutSeconds": 120}),
+    "DiskFull": ("checkpoint", {"keep": 6}, {"keep": 2}),
+}
+"""Where the settings are with which a job has failed, they themselves, and those of the patch."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", FAILED)
+def test_a_fork_with_the_advised_patch_runs(case: str, inputs: Path, tmp_path: Path) -> None:
+    """What `finetune explain job/quickstart` says after a failure, done as it says, at toy size."""
+    section, settings, expected = FAILED[case]
+    document = yaml.safe_load(EXAMPLE.read_text())
+    spec = document["spec"]
+    spec["training"] |= {"maxSteps": 4}
+    spec["checkpoint"] = {"everySteps": 2}
+    spec |= {"preflight": {"rehearsal": "Skip"}, "merge": {"enabled": False}}
+    spec[section] |= settings
+    document["status"] = copy.deepcopy(objects.FAILED["status"])
+    document["status"]["attempts"][-1]["failure"] = case.partition(",")[0]
+    found = diagnose(seen_job(document), datetime.now(UTC))
+    assert found.patch == {"spec": {section: expected}}
+    (command,) = found.commands
+    assert command.endswith(" | finetune submit -")
+    words = shlex.split(command.partition(" | ")[0])
+    changes = [parse_change(value) for option, value in pairwise(words) if option == "--set"]
+    forked = tmp_path / "forked.yaml"
+    forked.write_text(json.dumps(fork_of(document, "quickstart-2", changes)))
+    claims = tmp_path / "claims"
+    shutil.copytree(inputs, claims)
+    code, output = run(claims, forked)
+    assert code == 0, output
+    assert (claims / "models-out/quickstart-2/adapter/adapter_model.safetensors").is_file()
+    plan = json.loads(next((claims / ".finetune").glob("*.quickstart-2/plan.json")).read_text())
+    ((name, value),) = expected.items()
+    in_plan = {**plan["training"], **plan["checkpoint"]}[re.sub(r"([A-Z])", lambda found: f"_{found[1].lower()}", name)]
+    assert str(in_plan) == str(value)

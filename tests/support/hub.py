@@ -204,7 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
             if repository is not None:
                 self._metadata(repository, match[3] or "revision", unquote(match[5] or ""), parse_qs(address.query), body)
             return
-        match = re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([0-9a-f]+)/(.+)", address.path)
+        match = re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([0-9a-f]+|main)/(.+)", address.path)
         if match:
             repository = self._repository("datasets" if match[1] else "models", match[2], match[3])
             if repository is not None:

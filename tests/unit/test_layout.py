@@ -31,6 +31,7 @@ COVERED_BY = {
     "finetune_cli/answers.py": "finetune_cli/commands/test_cluster_jobs.py",
     "finetune_cli/app.py": "finetune_cli/checks/test_estimate.py",
     "finetune_cli/local_verbs.py": "finetune_cli/commands/test_run.py",
+    "finetune_cli/commands/local_logs.py": "finetune_cli/local/test_known_runs.py",
     "finetune_cli/cluster/errors.py": "finetune_cli/cluster/test_objects.py",
     "finetune_cli/cluster/probe_objects.py": "finetune_cli/cluster/test_network_probe.py",
     "finetune_cli/cluster/read_facts.py": "finetune_cli/cluster/test_client.py",

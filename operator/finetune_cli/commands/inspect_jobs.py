@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from finetune_cli.jobs.diagnosis import diagnose
 from finetune_cli.jobs.progress import figures
 from finetune_cli.jobs.seen import SeenJob
-from finetune_cli.render.job_status import status_document, status_text
 from finetune_cli.render.jobs import jobs_document, jobs_text
 
 
@@ -44,6 +42,10 @@ def list_changes(jobs: list[SeenJob], before: dict[str, str] | None, place: str,
 
 def status_answer(job: SeenJob, losses: list[float], *, is_watched: bool) -> CommandAnswer:
     """Where a job is. `losses`: known so far; while it is watched, its latest one is added."""
+    # The policies of failures, which a list has no use for.
+    from finetune_cli.jobs.diagnosis import diagnose
+    from finetune_cli.render.job_status import status_document, status_text
+
     found, now = figures(job), utc_now()
     if is_watched and found is not None and found.loss is not None:
         losses.append(found.loss)

@@ -8,16 +8,20 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.launch import POLL_SECONDS
-from finetune_cli.local.local_run import RunListener, read_progress
+from finetune_cli.local.rank_zero import read_progress
 from finetune_cli.local.role_output import RoleOutput
 from finetune_cli.local.run_directory import Holder, RunDirectory, RunRecord, holder_of, read_plan, read_record
 from finetune_job.layout import WorkspaceLayout
 from finetune_job.names import Role
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.progress import Progress
+
+if TYPE_CHECKING:
+    from finetune_cli.local.local_run import RunListener
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,14 @@ def known_runs(claims: Path) -> list[KnownRun]:
 def _known_run(place: RunDirectory) -> KnownRun | None:
     plan, record = read_plan(place), read_record(place.record)
     return None if plan is None or record is None else KnownRun(place, plan, record, holder_of(place))
+
+
+def named_runs(claims: Path, name: str, namespace: str | None) -> list[KnownRun]:
+    """Those of a name; namespace: None: of any. Raises LocalError if there is none."""
+    runs = [run for run in known_runs(claims) if run.plan.job.name == name and namespace in (None, run.plan.job.namespace)]
+    if not runs:
+        raise LocalError(f"{name}: no such run below {claims}; `finetune list --local` lists those that there are")
+    return runs
 
 
 def find_run(claims: Path, name: str, namespace: str) -> KnownRun:

@@ -1,12 +1,7 @@
-"""The roles of a plan one after the other, each retried within the limits that the operator has, too.
-
-While training runs, its progress is asked of rank 0 as the operator asks it.
-"""
+"""The roles of a plan one after the other, each retried within the limits that the operator has, too."""
 
 from __future__ import annotations
 
-import http.client
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +11,7 @@ from typing import Protocol
 
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.local.launch import Interruption, RoleArguments, Trainer, launch
+from finetune_cli.local.rank_zero import read_progress
 from finetune_cli.local.role_output import RoleOutput, SaidLine
 from finetune_cli.local.run_directory import RunDirectory, RunRecord, write_record
 from finetune_job.api.status import Restarts
@@ -25,10 +21,6 @@ from finetune_job.names import Role
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.progress import Progress
 from finetune_operator.decide.restart_policy import counters_after, pause_seconds, restart_decision
-
-OBSERVE_FILE = "observe.json"
-"""In the job's directory on the workspace: the port on which rank 0 answers."""
-ANSWER_SECONDS = 2.0
 
 
 def roles_of(plan: RunPlan) -> tuple[Role, ...]:
@@ -172,21 +164,3 @@ class LocalRun:
     def _keep(self, record: RunRecord) -> None:
         self.record = record
         write_record(self.place.record, record)
-
-
-def read_progress(workspace: Path, attempt: int) -> Progress | None:
-    """The latest progress of this attempt; None while nobody answers."""
-    try:
-        address = json.loads((workspace / OBSERVE_FILE).read_bytes())
-        if address.get("attempt") != attempt:
-            return None
-        connection = http.client.HTTPConnection("127.0.0.1", int(address["port"]), timeout=ANSWER_SECONDS)
-        try:
-            connection.request("GET", "/progress")
-            answer = connection.getresponse().read(65_536)
-        finally:
-            connection.close()
-        progress = Progress.model_validate_json(answer)
-    except (OSError, ValueError, KeyError, AttributeError, http.client.HTTPException):
-        return None
-    return progress if progress.attempt == attempt else None

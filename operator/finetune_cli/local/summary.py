@@ -37,8 +37,12 @@ class Summary:
     """The report of the run, or of the verification if the run got no further."""
     address: str | None = None
     """Where the results were published, with what names this very content."""
+    adapter_address: str | None = None
+    """The same of the adapter, if it has a repository of its own."""
     figures: Mapping[str, Any] = field(default_factory=dict)
     """Content of verification.json."""
+    has_failed_verification: bool = False
+    """The run ended because of it."""
     workspace: Path = Path()
     restarts: int = 0
     seconds: float = 0.0
@@ -48,7 +52,7 @@ def summarise(plan: RunPlan, record: RunRecord, claims: Path) -> Summary:
     """What is there now."""
     workspace = WorkspaceLayout(_place(claims, plan.workspace))
     output = OutputLayout(_place(claims, plan.output))
-    history = _history(workspace.history)
+    history, figures = _history(workspace.history), _figures(output.verification)
     return Summary(
         losses=losses(record.facts.get(Role.TRAIN, {}), history),
         step=max((int(line["step"]) for line in history if isinstance(line.get("step"), int)), default=0),
@@ -56,7 +60,9 @@ def summarise(plan: RunPlan, record: RunRecord, claims: Path) -> Summary:
         merged=_existing(output.merged),
         verification=_existing(output.report) or _existing(output.verification_page) or _existing(output.verification),
         address=record.facts.get(Role.PUBLISH, {}).get("address"),
-        figures=_figures(output.verification),
+        adapter_address=record.facts.get(Role.PUBLISH, {}).get("adapter_address"),
+        figures=figures,
+        has_failed_verification=record.stage is Role.MERGE and figures.get("passed") is False,
         workspace=workspace.root,
         restarts=sum(one.counted + one.uncounted for one in record.restarts.values()),
         seconds=sum(record.seconds.values()),

@@ -9,11 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
+from typing import TYPE_CHECKING, Any
 
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.local.role_output import SaidLine
@@ -23,6 +19,10 @@ from finetune_cli.render.verdicts import finding_text
 from finetune_job.failures import Outcome, TerminationReport
 from finetune_job.names import Role
 from finetune_job.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
 
 _WORDS = {
     Role.FETCH: "fetching model and data",
@@ -45,6 +45,10 @@ class LiveView:
     """A `RunListener` on a terminal; in a file only the lines appear."""
 
     def __init__(self, console: Console, job: str, *, silence_seconds: float = SILENCE_SECONDS) -> None:
+        # Other commands use the words of this module, and draw nothing.
+        from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bars
+
         self._console, self._job = console, job
         self._signs = SignsOfLife(lambda line: self._print(f"{job}: {line}"), silence_seconds=silence_seconds)
         self._told_waiting = -WAITING_SECONDS
@@ -157,9 +161,12 @@ def summary_text(code: ExitCode, summary: Summary) -> str:
     if code is ExitCode.DONE:
         if summary.address is not None:
             rows.append(("published at", summary.address))
+        if summary.adapter_address is not None:
+            rows.append(("adapter at", summary.adapter_address))
         for label, path in (("adapter", summary.adapter), ("merged model", summary.merged)):
             if path is not None:
                 rows.append((label, str(path)))
+    if code is ExitCode.DONE or summary.has_failed_verification:
         rows += verification_rows(summary.figures)
         if summary.verification is not None:
             rows.append(("report", str(summary.verification)))
@@ -179,6 +186,7 @@ def summary_document(summary: Summary) -> dict[str, Any]:
         "adapter": _path(summary.adapter),
         "merged": _path(summary.merged),
         "publishedAt": summary.address,
+        "adapterPublishedAt": summary.adapter_address,
         "verification": dict(summary.figures) or None,
         "report": _path(summary.verification),
         "workspace": str(summary.workspace),

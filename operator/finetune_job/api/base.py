@@ -183,6 +183,16 @@ class BucketPath(BaseModel):
     """A key, or what comes before the keys; empty for the whole bucket."""
 
 
+_ADAPTER_SUFFIX, _LONGEST_HUB_NAME = "-adapter", 96
+
+
+def adapter_repository(place: HubPath) -> HubPath:
+    """Where an adapter goes if the merged model goes to `place`: loaders look for each at the top of a repository."""
+    organisation, _, name = place.repository.partition("/")
+    kept = name[: _LONGEST_HUB_NAME - len(_ADAPTER_SUFFIX)].rstrip("-._")
+    return HubPath(repository=f"{organisation}/{kept}{_ADAPTER_SUFFIX}", is_dataset=False)
+
+
 @lru_cache(1024)
 def parse_source(source: str) -> ClaimPath | HubPath | BucketPath:
     """Split a `Source`."""

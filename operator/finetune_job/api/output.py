@@ -56,8 +56,8 @@ class OutputSpec(ApiModel):
 
     destination: Destination
     """`pvc://<claim>/<path>` or `s3://<bucket>/<prefix>`: a directory that will hold `adapter/`, `merged/`, the model card and
-    the reports. `hf://<organisation>/<model>` or `oci://<registry>/<repository>:<tag>`: the merged model at the top, the adapter
-    under `adapter/`; an adapter alone at the top."""
+    the reports. `hf://<organisation>/<model>` or `oci://<registry>/<repository>:<tag>`: the merged model, or an adapter alone, at
+    the top. The adapter of a merged model goes to `<organisation>/<model>-adapter` on the Hub, to `adapter/` in a registry."""
     adapter: bool = True
     """Whether the adapter is published too. Without a merged model it is the result, and always published."""
     secret_ref: SecretRef | None = None

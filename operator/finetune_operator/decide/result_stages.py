@@ -88,8 +88,11 @@ def publish_stage(observed: Observed, result: PassResult, run: FrozenRun) -> boo
 
 def _publish_succeeded(observed: Observed, result: PassResult, found: JobState, plan: LaunchPlan) -> bool:
     report = found.report
-    artifact = published_artifact(plan, report.facts if report is not None else {})
-    result.set(artifacts=[artifact])
+    facts = report.facts if report is not None else {}
+    artifact = published_artifact(plan, facts)
+    adapter = facts.get("adapter_address")  # in a repository of its own
+    listed = [Artifact(name="adapter", path=adapter[:MAX_TEXT_LENGTH], sha256="")] if adapter else []
+    result.set(artifacts=[artifact, *listed])
     result.condition(ConditionType.PUBLISHED, True, Reason.COMPLETED, report.message if report is not None else "")
     finish_succeeded(observed, result, f"Results are at {artifact.path}.")
     return False

@@ -170,23 +170,37 @@ def test_a_thousand_manifests_are_judged_in_one_call(tmp_path: Path) -> None:
     assert [(each["outcome"], each["name"]) for each in documents] == [("accepted", f"job-{number}") for number in range(1000)]
 
 
-def test_a_look_at_a_cluster_loads_no_rule_book(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "code", "said", "needed"),
+    [
+        (["list"], 2, "no usable kubeconfig", "kubernetes.client"),
+        (["list", "--claims", "nowhere"], 0, "no job was run below nowhere", "finetune_cli.local.known_runs"),
+    ],
+    ids=["cluster", "this machine"],
+)
+def test_a_look_at_jobs_loads_no_more_than_it_needs(
+    arguments: list[str], code: int, said: str, needed: str, tmp_path: Path
+) -> None:
     program = PROGRAM.replace('{name.partition(".")[0] for name in sys.modules}', "sys.modules")
     environment = {**os.environ, "KUBECONFIG": str(tmp_path / "absent")}
     done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(["list"])],
+        [sys.executable, "-c", program, json.dumps(arguments)],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    message, *_, answer = done.stderr.splitlines()
-    code, modules = json.loads(answer)
-    assert (code, message.partition(":")[0]) == (2, "no usable kubeconfig")
-    assert "kubernetes.client" in modules
+    *message, answer = done.stderr.splitlines()
+    ended, modules = json.loads(answer)
+    assert ended == code
+    assert said in "\n".join([done.stdout, *message])
+    assert needed in modules
     heavy = {
         "finetune_job.rules.book",
         "finetune_cli.checks.validate",
+        "finetune_cli.jobs.diagnosis",
         "finetune_operator.decide.account",
+        "finetune_operator.decide.restart_policy",
         "kopf",
         "aiohttp",
         "rich",
+        *({"kubernetes"} - {needed.partition(".")[0]}),
     }
     assert heavy & set(modules) == set()

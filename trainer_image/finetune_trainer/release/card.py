@@ -58,11 +58,14 @@ def model_card(facts: RunFacts) -> str:
 
 def adapter_card(facts: RunFacts) -> str:
     """A short card for the adapter's own directory, with what the Hub and PEFT look for."""
-    base = code(facts.plan.model.name)
-    text = (
-        f"An adapter for {base}, made by {facts.plan.method.type.value}. The model card in the directory above says all about it."
-    )
-    return "\n".join([*_front_matter(facts, is_adapter=True), f"# {code(facts.plan.job.name)}", "", text]) + "\n"
+    merged = hub_repository(facts, MERGED)
+    where = "in the directory above" if merged is None else f"of {code(merged)}, which has it merged,"
+    text = f"An adapter for {code(facts.plan.model.name)}, made by {facts.plan.method.type.value}. "
+    lines = [*_front_matter(facts, is_adapter=True), f"# {code(facts.plan.job.name)}", ""]
+    lines.append(f"{text}The model card {where} says all about it.")
+    if merged is not None:
+        lines += ["", "## How to load it", "", *_load_adapter(facts)]
+    return "\n".join(lines) + "\n"
 
 
 def front_matter(facts: RunFacts, *, is_adapter: bool) -> dict[str, Any]:
@@ -104,7 +107,10 @@ def _what(facts: RunFacts) -> list[str]:
         return [f"{base}, fine-tuned whole."]
     if not layout.has_merged:
         return [f"An adapter for {base}, made by {plan.method.type.value}."]
-    more = " The adapter alone is here as well." if layout.has_adapter else ""
+    more = ""
+    if layout.has_adapter:
+        apart = hub_repository(facts, ADAPTER)
+        more = " The adapter alone is here as well." if apart is None else f" The adapter alone is in {code(apart)}."
     return [f"{base}, fine-tuned by {plan.method.type.value} and merged: it needs no adapter to be loaded.{more}"]
 
 
@@ -137,20 +143,25 @@ def _load_merged(facts: RunFacts) -> list[str]:
 
 
 def _load_adapter(facts: RunFacts) -> list[str]:
-    where = address(facts, ADAPTER)
-    base, revision = base_address(facts), facts.plan.model.revision
-    at = f", revision={revision!r}" if revision else ""
-    folder = f", subfolder={ADAPTER!r}" if hub_repository(facts) is not None and facts.layout.top != ADAPTER else ""
-    script = (
-        "from peft import PeftModel\n"
-        "from transformers import AutoModelForCausalLM\n\n"
-        f'base = AutoModelForCausalLM.from_pretrained({base!r}{at}, dtype="auto")\n'
-        f"model = PeftModel.from_pretrained(base, {where!r}{folder})\n"
-    )
+    where, base = address(facts, ADAPTER), base_address(facts)
+    knows_base = base == facts.plan.model.name
+    if knows_base:  # the adapter's configuration names it, with its revision
+        script = (
+            "from peft import AutoPeftModelForCausalLM\n"
+            "from transformers import AutoTokenizer\n\n"
+            f'model = AutoPeftModelForCausalLM.from_pretrained({where!r}, dtype="auto")\n'
+            f"tokenizer = AutoTokenizer.from_pretrained({where!r})\n"
+        )
+    else:
+        script = (
+            "from peft import PeftModel\n"
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            f'base = AutoModelForCausalLM.from_pretrained({base!r}, dtype="auto")\n'
+            f"model = PeftModel.from_pretrained(base, {where!r})\n"
+            f"tokenizer = AutoTokenizer.from_pretrained({where!r})\n"
+        )
     return [
-        "The adapter:"
-        if base == facts.plan.model.name
-        else f"The adapter, with a copy of {code(facts.plan.model.name)} in `{base}`:",
+        "The adapter:" if knows_base else f"The adapter, with a copy of {code(facts.plan.model.name)} in `{base}`:",
         "",
         *([] if facts.layout.has_merged else _pulling(facts)),
         *block(script, "python"),
@@ -168,9 +179,10 @@ def _serving(facts: RunFacts) -> list[str]:
         reasons = "; ".join(one_line(reason) for reason in report.reasons)
         return [f"vLLM does not serve the adapter as it is: {code(reasons)}."]
     notes = [f"* {note}" for note in report.notes]
-    return ["With vLLM, from a local copy of these files:", "", *block(command, "sh"), *(["", *notes] if notes else [])]
+    copy = "" if hub_repository(facts, ADAPTER) is not None else ", from a local copy of these files"
+    return [f"With vLLM{copy}:", "", *block(command, "sh"), *(["", *notes] if notes else [])]
 
 
 def _pulling(facts: RunFacts) -> list[str]:
-    command = None if hub_repository(facts) is not None else copy_command(facts)
+    command = None if hub_repository(facts, MERGED) is not None else copy_command(facts)
     return [] if command is None else [*block(command, "sh"), ""]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from finetune_job.api.base import HUB_NAME_PATTERN, BucketPath, HubPath, RegistryPath, parse_destination
+from finetune_job.api.base import HUB_NAME_PATTERN, BucketPath, HubPath, RegistryPath, adapter_repository, parse_destination
 from finetune_trainer.markdown import one_line
 from finetune_trainer.release.facts import RunFacts
 from finetune_trainer.release.files import ADAPTER, MERGED
@@ -15,7 +15,7 @@ from finetune_trainer.release.files import ADAPTER, MERGED
 
 def address(facts: RunFacts, part: str) -> str:
     """What loaders are given: the repository on the Hub, or a directory below the one with these files."""
-    return hub_repository(facts) or local_directory(facts, part)
+    return hub_repository(facts, part) or local_directory(facts, part)
 
 
 def local_directory(facts: RunFacts, part: str) -> str:
@@ -29,10 +29,12 @@ def base_address(facts: RunFacts) -> str:
     return name if re.match(HUB_NAME_PATTERN, name) else "./base"
 
 
-def hub_repository(facts: RunFacts) -> str | None:
-    """The repository on the Hub to which the results go; None: they go elsewhere."""
+def hub_repository(facts: RunFacts, part: str) -> str | None:
+    """The repository on the Hub that has this result at its top; None: results go elsewhere."""
     destination = None if facts.plan.publish is None else parse_destination(facts.plan.publish.destination)
-    return destination.repository if isinstance(destination, HubPath) else None
+    if not isinstance(destination, HubPath):
+        return None
+    return (destination if facts.layout.top == part else adapter_repository(destination)).repository
 
 
 def copy_command(facts: RunFacts) -> str | None:
@@ -41,7 +43,10 @@ def copy_command(facts: RunFacts) -> str | None:
         return None
     destination = parse_destination(facts.plan.publish.destination)
     if isinstance(destination, HubPath):
-        return f"hf download {quoted(destination.repository)} --local-dir ."
+        copies = [f"hf download {quoted(destination.repository)} --local-dir ."]
+        if facts.layout.needs_adapter_card:
+            copies.append(f"hf download {quoted(adapter_repository(destination).repository)} --local-dir {ADAPTER}")
+        return " && ".join(copies)
     if isinstance(destination, RegistryPath):
         return f"oras pull {destination.registry}/{destination.repository}:{destination.tag}"
     return f"aws s3 cp --recursive {quoted(facts.plan.publish.destination)} ." if isinstance(destination, BucketPath) else None
@@ -53,12 +58,15 @@ def serve_merged(facts: RunFacts) -> str:
 
 
 def serve_adapter(facts: RunFacts, separator: str = " ") -> str | None:
-    """The adapter on its base with vLLM, from a local copy; None if vLLM does not serve it as it is. separator: of two lines."""
+    """The adapter on its base with vLLM, from the Hub or a local copy; None if vLLM does not serve it as it is.
+
+    separator: of two lines.
+    """
     if facts.serving is None or not facts.serving.is_served:
         return None
     options = f"--enable-lora --max-lora-rank {facts.serving.max_lora_rank}"
-    folder = ADAPTER if facts.layout.top != ADAPTER else ""
-    return f"vllm serve {quoted(base_address(facts))} {options}{separator}--lora-modules {quoted(facts.plan.job.name)}=./{folder}"
+    module = f"{quoted(facts.plan.job.name)}={quoted(address(facts, ADAPTER))}"
+    return f"vllm serve {quoted(base_address(facts))} {options}{separator}--lora-modules {module}"
 
 
 def convert_merged(facts: RunFacts) -> str:

@@ -95,7 +95,7 @@ def _template() -> tuple[Template, Markup, str]:
 
 
 def report_page(facts: RunFacts, timeline: Timeline, samples: Samples) -> str:
-    """The page of a run that has ended well. Equal arguments give equal texts."""
+    """The page of a run whose results are there, or failed their verification. Equal arguments give equal texts."""
     template, style, digest = _template()
     plan, history = facts.plan, facts.history
     warnings = timeline.preflight.warnings if timeline.preflight is not None else ()
@@ -132,6 +132,8 @@ def report_page(facts: RunFacts, timeline: Timeline, samples: Samples) -> str:
         warnings=warnings[:MAX_ROWS],
         num_warnings=len(warnings),
         verification=verification_rows(facts.verification) if facts.verification is not None else [],
+        has_failed=has_failed(facts),
+        faults=facts.verification.faults[:MAX_ROWS] if has_failed(facts) and facts.verification is not None else (),
         commands=commands(facts),
         notes=facts.serving.notes if facts.serving is not None else (),
         refusals=facts.serving.reasons if facts.serving is not None else (),
@@ -147,13 +149,18 @@ def report_page(facts: RunFacts, timeline: Timeline, samples: Samples) -> str:
     )
 
 
+def has_failed(facts: RunFacts) -> bool:
+    """Whether a merged model failed its verification."""
+    return facts.verification is not None and not facts.verification.passed
+
+
 def verdict(facts: RunFacts) -> tuple[str, str]:
     """A class for its colour, and the sentence."""
     if facts.verification is None:
         what = "adapter" if facts.plan.method.trains_adapter else "model"
         return "neutral", f"The {what} was trained. Nothing was merged, so there was nothing to verify."
-    if not facts.verification.passed:
-        return "bad", "The merged model failed its verification."
+    if has_failed(facts):
+        return "bad", "The merged model failed its verification, so it is not a result. The adapter is whole."
     return "good", "The merged model passed its verification: it computes what base and adapter compute."
 
 

@@ -10,6 +10,7 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from finetune_job.api.output import MergeBase
@@ -18,7 +19,7 @@ from finetune_job.layout import MergedPaths, OutputLayout
 from finetune_job.names import Role
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedData
-from finetune_trainer.errors import CheckpointError
+from finetune_trainer.errors import CheckpointError, TrainerError
 from finetune_trainer.files import (
     MANIFEST_FILE,
     TEMPORARY_MARK,
@@ -39,11 +40,11 @@ from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.merge.quantized_base import packed_in_training
 from finetune_trainer.release.adapter_check import check_adapter
 from finetune_trainer.release.checksums import remove_checksums
-from finetune_trainer.release.facts import run_facts
-from finetune_trainer.release.files import release_layout
+from finetune_trainer.release.facts import RunFacts, run_facts
+from finetune_trainer.release.files import CARD, release_layout
 from finetune_trainer.release.write import is_complete, release_digests, write_release_files
 from finetune_trainer.report.page import report_page
-from finetune_trainer.report.samples import sample_answers
+from finetune_trainer.report.samples import Samples, sample_answers
 from finetune_trainer.report.timeline import read_timeline
 from finetune_trainer.verify.gate import VerificationGate
 from finetune_trainer.verify.report import VerificationReport
@@ -78,8 +79,15 @@ def merge(context: RunContext) -> TerminationReport:
         publish_copy(trained, output.merged)
         facts["merged_manifest_sha256"] = digest
     verification, preflight = None, read_report(context.workspace.model_report)
+
+    def describe(verification: VerificationReport | None, samples: Samples) -> RunFacts:
+        """Write the page of the run. Raises OSError, TrainerError."""
+        run = run_facts(context, step, preflight, verification, serving)
+        write_durably(output.report, report_page(run, read_timeline(context.workspace, preflight), samples).encode())
+        return run
+
     if plan.merge.enabled:
-        verification = _merge_and_verify(context, preflight, was_complete=was_complete)
+        verification = _merge_and_verify(context, preflight, describe, was_complete=was_complete)
         facts |= {
             "merged_manifest_sha256": file_sha256(output.merged / MANIFEST_FILE),
             "verification_sha256": file_sha256(output.verification),
@@ -91,10 +99,7 @@ def merge(context: RunContext) -> TerminationReport:
     if was_complete:
         facts |= release_digests(output)
     else:
-        run = run_facts(context, step, preflight, verification, serving)
-        page = report_page(run, read_timeline(context.workspace, preflight), sample_answers(context))
-        write_durably(output.report, page.encode())
-        facts |= write_release_files(output, run)
+        facts |= write_release_files(output, describe(verification, sample_answers(context)))
     return TerminationReport(role=Role.MERGE, attempt=context.attempt, outcome=Outcome.SUCCEEDED, time=time.time(), facts=facts)
 
 
@@ -106,8 +111,17 @@ def _merged_digest(context: RunContext, trained: str) -> str:
     return file_sha256(manifest) if manifest.is_file() else ""
 
 
-def _merge_and_verify(context: RunContext, preflight: ModelReport | None, *, was_complete: bool) -> VerificationReport:
-    """The merged model under its final name. Raises VerificationError, MergeError, OSError."""
+def _merge_and_verify(
+    context: RunContext,
+    preflight: ModelReport | None,
+    describe: Callable[[VerificationReport, Samples], object],
+    *,
+    was_complete: bool,
+) -> VerificationReport:
+    """The merged model under its final name. describe: writes the page of the run if the model fails.
+
+    Raises VerificationError, MergeError, OSError.
+    """
     plan, output, trained = context.plan, context.output, context.workspace.adapter
     packed = _packed_in_training(context)
     # Complete results keep their own report; a second one, which says how long it took, stays on the workspace.
@@ -124,6 +138,14 @@ def _merge_and_verify(context: RunContext, preflight: ModelReport | None, *, was
         ),
         progress=_log_progress,
     )
+
+    def withdraw(failed: VerificationReport) -> None:
+        _withdraw(output, paths)
+        try:
+            describe(failed, Samples(reason="the merged model failed its verification"))
+        except (OSError, TrainerError) as error:  # the verdict is what people have to see
+            log.warning("%s: there is no report of the run: %s", output.report, error)
+
     return verify_and_name(
         paths,
         base=context.base_model,
@@ -134,14 +156,15 @@ def _merge_and_verify(context: RunContext, preflight: ModelReport | None, *, was
         merged_onto=plan.merge.base,
         base_sha256=None if preflight is None else preflight.model_files,
         allow_remote_code=plan.model.allow_remote_code,
-        withdraw=lambda: _withdraw(output, paths),
+        withdraw=withdraw,
     )
 
 
 def _withdraw(output: OutputLayout, failed: MergedPaths) -> None:
-    """The results are not complete any more, and their report is the one of the verification that failed."""
+    """The results are not complete any more: nothing describes them but the reports of the verification that failed."""
     remove_checksums(output)
-    output.report.unlink(missing_ok=True)
+    for described in (output.report, output.model_card, output.provenance, output.adapter / CARD):
+        described.unlink(missing_ok=True)
     shown = output.merged_paths()
     for found, kept in ((failed.report, shown.report), (failed.page, shown.page)):
         if found != kept:

@@ -135,7 +135,7 @@ def _verify(
         # Nobody has recorded what the adapter was trained on, and no option lets the base's own code run.
         base_sha256=None,
         allow_remote_code=False,
-        withdraw=lambda: None,
+        withdraw=lambda _report: None,
     )
     return {"verification": json.loads(paths.report.read_text(encoding="utf-8")), "verification_page": str(paths.page)}
 

@@ -21,14 +21,17 @@ from finetune_trainer.credentials import Credentials
 from finetune_trainer.errors import InvariantError, PreemptedError
 from finetune_trainer.network.environment import s3_service
 from finetune_trainer.network.retry import RetryPolicy, StoppedError
-from finetune_trainer.publish.destination import Destination
+from finetune_trainer.publish.destination import Destination, Publication
 from finetune_trainer.publish.oci import RegistryDestination
 from finetune_trainer.publish.resumable import UploadJournal
 from finetune_trainer.publish.s3 import BucketDestination
 from finetune_trainer.release.checksums import read_release
+from finetune_trainer.release.files import Release
+from finetune_trainer.release.repositories import release_by_repository
 from finetune_trainer.release.sign import signed
 
 log = logging.getLogger(__name__)
+Location = ClaimPath | HubPath | BucketPath | RegistryPath
 
 
 @dataclass
@@ -50,33 +53,58 @@ def publish(context: RunContext, credentials: Credentials, patience: RetryPolicy
         raise InvariantError("the plan publishes nothing", "the results are on the claim of spec.output.destination already")
     started = time.monotonic()
     with TemporaryDirectory(prefix="signature-") as scratch, _sigterm() as end:
-        release = read_release(context)
-        key = credentials.signing_key()
-        if key is not None:
-            release = signed(release, key, Path(scratch))
-        total = sum(file.size for file in (*release.files, release.manifest))
-        log.info("%s: %d files, %d bytes", plan.destination, len(release.files) + 1, total)
-        destination = _open(plan, context, credentials, patience or RetryPolicy(), end.stop)
-        try:
-            publication = destination.publish(release)
-        except StoppedError:
-            if not end.came:
-                raise
-            raise PreemptedError("SIGTERM arrived; what is at the destination is not sent again") from None
+        publications: list[Publication] = []
+        total = 0
+        for location, release in _signed_releases(plan, read_release(context), credentials, Path(scratch)):
+            size = sum(file.size for file in (*release.files, release.manifest))
+            log.info("%s: %d files, %d bytes", plan.destination, len(release.files) + 1, size)
+            destination = _open(plan, location, context, credentials, patience=patience or RetryPolicy(), stop=end.stop)
+            try:
+                publications.append(destination.publish(release))
+            except StoppedError:
+                if not end.came:
+                    raise
+                raise PreemptedError("SIGTERM arrived; what is at the destination is not sent again") from None
+            total += size
+    *before, last = publications
     facts = {
-        "address": publication.address,
-        "digest": publication.digest,
+        "address": last.address,
+        "digest": last.digest,
         "bytes": str(total),
-        "bytes_sent": str(publication.bytes_sent),
+        "bytes_sent": str(sum(publication.bytes_sent for publication in publications)),
         "seconds": f"{time.monotonic() - started:.1f}",
     }
+    if before:
+        facts["adapter_address"] = before[0].address
     return TerminationReport(role=Role.PUBLISH, attempt=context.attempt, outcome=Outcome.SUCCEEDED, time=time.time(), facts=facts)
 
 
-def _open(
-    plan: PublishPlan, context: RunContext, credentials: Credentials, patience: RetryPolicy, stop: threading.Event
-) -> Destination:
+def _signed_releases(
+    plan: PublishPlan, release: Release, credentials: Credentials, scratch: Path
+) -> list[tuple[Location, Release]]:
+    """Where what goes, in the order of publishing; each with a signature of its own if there is a key."""
     location = parse_destination(plan.destination)
+    releases: list[tuple[Location, Release]] = [(location, release)]
+    if isinstance(location, HubPath):
+        releases = [*release_by_repository(release, location, scratch)]
+    key = credentials.signing_key()
+    if key is None:
+        return releases
+    directories = [scratch / f"signature-{number}" for number in range(len(releases))]
+    for directory in directories:
+        directory.mkdir()
+    return [(place, signed(part, key, directory)) for (place, part), directory in zip(releases, directories, strict=True)]
+
+
+def _open(
+    plan: PublishPlan,
+    location: Location,
+    context: RunContext,
+    credentials: Credentials,
+    *,
+    patience: RetryPolicy,
+    stop: threading.Event,
+) -> Destination:
     match location:
         case RegistryPath():
             return RegistryDestination(

@@ -100,7 +100,7 @@ def verify_and_name(
     merged_onto: MergeBase,
     base_sha256: Mapping[str, str] | None,
     allow_remote_code: bool,
-    withdraw: Callable[[], None],
+    withdraw: Callable[[VerificationReport], None],
 ) -> VerificationReport:
     """Verify the model at `paths.current`; it then is at `paths.verified`. All other arguments but one: as of `verify_merge`.
 
@@ -124,7 +124,7 @@ def verify_and_name(
     )
     log.info("%s", report.text())
     if not report.passed:
-        withdraw()
+        withdraw(report)
         kept = quarantine(merged, paths.quarantined)
         raise VerificationError(
             f"{report.text()}\nthe merged model is kept as {kept.name}",

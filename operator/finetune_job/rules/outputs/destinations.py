@@ -6,7 +6,16 @@ from collections.abc import Callable
 from itertools import chain, count
 from typing import Literal
 
-from finetune_job.api.base import BucketPath, ClaimPath, HubPath, RegistryPath, parse_destination, parse_source
+from finetune_job.api.base import (
+    BucketPath,
+    ClaimPath,
+    HubPath,
+    RegistryPath,
+    adapter_repository,
+    parse_destination,
+    parse_source,
+)
+from finetune_job.api.method import MethodType
 from finetune_job.api.profile import is_allowed
 from finetune_job.plan.inputs import NamedSource, named_sources
 from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
@@ -17,6 +26,7 @@ _NAME = "finetune-output"
 _CLAIM = "results"
 """The same of a claim."""
 _DESTINATION = "output.destination"
+_ADAPTER = "output.adapter"
 
 
 def same_service(context: RuleContext, endpoint: Literal["hub_endpoint", "s3_endpoint"]) -> bool:
@@ -27,6 +37,13 @@ def same_service(context: RuleContext, endpoint: Literal["hub_endpoint", "s3_end
 
 def destination_of(context: RuleContext) -> ClaimPath | HubPath | BucketPath | RegistryPath:
     return parse_destination(context.spec.output.destination)
+
+
+def adapter_destination(context: RuleContext) -> HubPath | None:
+    """The repository of the adapter if the merged model takes the destination itself; None: it has none of its own."""
+    spec, place = context.spec, destination_of(context)
+    is_apart = spec.merge.enabled and spec.output.adapter and spec.method.type is not MethodType.FULL
+    return adapter_repository(place) if is_apart and isinstance(place, HubPath) else None
 
 
 def _first_free(name: str, is_taken: Callable[[str], bool]) -> str:
@@ -170,14 +187,15 @@ def output_replaces_model(context: RuleContext) -> Problem | None:
     if not isinstance(target, HubPath) or not isinstance(model, HubPath) or model.is_dataset:
         return None
     # The Hub does not tell capitals from small letters.
-    if target.repository.casefold() != model.repository.casefold() or not same_service(context, "hub_endpoint"):
+    written_to = {place.repository.casefold() for place in (target, adapter_destination(context)) if place is not None}
+    if model.repository.casefold() not in written_to or not same_service(context, "hub_endpoint"):
         return None
     written = f"hf://{target.repository}-tuned"
     return Problem(
         field=_DESTINATION,
         value=context.spec.output.destination,
-        message=f"it is the repository of model.source ({context.spec.model.source}): publishing would refuse to replace it, "
-        "after the training, or replace it where it is a result of this operator itself",
+        message=f"model.source ({context.spec.model.source}) is a repository of the results: publishing would refuse to replace "
+        "it, after the training, or replace it where it is a result of this operator itself",
         fix=f"name a repository of its own, such as {written}",
         changes={_DESTINATION: written},
     )
@@ -186,7 +204,7 @@ def output_replaces_model(context: RuleContext) -> Problem | None:
 @rule(
     "destination-not-allowed",
     "The profile lets results out to some destinations only",
-    reads=(_DESTINATION,),
+    reads=(_DESTINATION, _ADAPTER),
     sources=("this product's FineTuneProfile",),
     holds_for=OURS,
 )
@@ -194,9 +212,20 @@ def destination_not_allowed(context: RuleContext) -> Problem | None:
     if context.profile is None:
         return None
     allowed, destination = context.profile.publish.allowed_destinations or [], context.spec.output.destination
-    if isinstance(destination_of(context), ClaimPath) or is_allowed(destination, allowed):
-        return None
     listed = ", ".join(allowed) or "no destination outside the cluster"
+    adapter = adapter_destination(context)
+    if isinstance(destination_of(context), ClaimPath):
+        return None
+    if is_allowed(destination, allowed):
+        if adapter is None or is_allowed(f"hf://{adapter.repository}", allowed):
+            return None
+        return Problem(
+            field=_ADAPTER,
+            value=True,
+            message=f"the adapter would go to hf://{adapter.repository}; publish.allowedDestinations of the profile: {listed}",
+            fix="publish the merged model alone, or ask for a profile that allows both repositories",
+            changes={_ADAPTER: False},
+        )
     return Problem(
         field=_DESTINATION,
         value=destination,

@@ -62,6 +62,7 @@ def test_an_end_is_there_as_data():
         "adapter": "/out/adapter",
         "merged": None,
         "publishedAt": None,
+        "adapterPublishedAt": None,
         "verification": None,
         "report": None,
         "workspace": "/w",

@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from finetune_cli.app import app
-from finetune_cli.local.run_directory import freeze, run_directory_of, write_record
+from finetune_cli.local.run_directory import freeze, read_record, run_directory_of, write_record
+from finetune_job.failures import Outcome, TerminationReport
 from finetune_job.names import Role
 from tests.unit.finetune_cli.local_jobs import PLAN
 
@@ -102,3 +103,66 @@ def test_what_does_not_run_is_said(claims: Path, verb: str) -> None:
 
 def test_nothing_was_run(tmp_path: Path) -> None:
     assert finetune("status", claims=tmp_path) == (0, f"no job was run below {tmp_path}\n")
+
+
+@pytest.fixture
+def logged(claims: Path) -> Path:
+    """Two attempts of training have written, and the first one failed."""
+    place = run_directory_of(claims, PLAN.job)
+    record = read_record(place.record)
+    assert record is not None
+    write_record(place.record, record.model_copy(update={"next_attempt": {Role.PREFLIGHT: 1, Role.TRAIN: 2}}))
+    place.output("preflight", 0).write_text("looked\n")
+    place.output("train", 0).write_text("[rank 0] first\n")
+    place.output("train", 1).write_bytes(b"[rank 0] one\n[rank 1] two\x1b[31m\n[rank 0] three")
+    ended = TerminationReport(role=Role.TRAIN, attempt=0, outcome=Outcome.FAILED, time=0.0)
+    place.termination_log("train", 0).write_text(ended.model_dump_json())
+    place.termination_log("train", 1).write_text(ended.model_copy(update={"outcome": Outcome.SUCCEEDED}).model_dump_json())
+    return claims
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ((), ["[rank 0] one", "[rank 1] two\\x1b[31m", "[rank 0] three"]),
+        (("--rank", "0", "--tail", "1"), ["[rank 0] three"]),
+        (("--attempt", "0"), ["[rank 0] first"]),
+        (("--failed",), ["[rank 0] first"]),
+        (("--stage", "preflight", "-f"), ["looked"]),
+    ],
+)
+def test_what_a_run_on_this_machine_has_written_is_printed(logged: Path, options: tuple[str, ...], lines: list[str]) -> None:
+    assert finetune("logs", PLAN.job.name, *options, claims=logged) == (0, "".join(f"{line}\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (("--stage", "merge"), 3, "no attempt of merge has a log"),
+        (("--attempt", "7"), 3, "no attempt of train 7 has a log below"),
+        (("--failed", "--stage", "preflight", "--attempt", "1"), 3, "no failed attempt of preflight 1 has a log"),
+        (("--since", "10m"), 2, "use --tail"),
+        (("-n", "elsewhere"), 2, "no such run"),
+    ],
+)
+def test_a_log_that_is_not_there_is_told(logged: Path, options: tuple[str, ...], code: int, said: str) -> None:
+    ended, text = finetune("logs", PLAN.job.name, *options, claims=logged)
+    assert ended == code
+    assert said in text
+
+
+def test_a_log_is_followed_until_nothing_works_on_the_run(logged: Path, command: subprocess.Popen[str]) -> None:
+    arguments = [sys.executable, "-m", "finetune_cli", "logs", PLAN.job.name, "--claims", str(logged), "-f"]
+    following = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    try:
+        assert following.stdout is not None
+        assert [following.stdout.readline() for _ in range(2)] == ["[rank 0] one\n", "[rank 1] two\\x1b[31m\n"]
+        with run_directory_of(logged, PLAN.job).output("train", 1).open("a") as log:
+            log.write(" and\n[rank 0] four\n")
+        assert [following.stdout.readline() for _ in range(2)] == ["[rank 0] three and\n", "[rank 0] four\n"]
+        command.terminate()
+        assert following.communicate(timeout=30)[0] == ""
+        assert following.returncode == 0
+    finally:
+        following.kill()
+        following.wait()

@@ -12,7 +12,8 @@ import yaml
 from finetune_cli.commands.run import local_plan
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.local.claims import claims_of
-from finetune_cli.local.local_run import OBSERVE_FILE, next_step, read_progress, roles_of
+from finetune_cli.local.local_run import next_step, roles_of
+from finetune_cli.local.rank_zero import OBSERVE_FILE, read_progress
 from finetune_cli.local.run_directory import RunRecord
 from finetune_job.api.job import parse_job
 from finetune_job.failures import FailureClass, Outcome, TerminationReport

@@ -39,7 +39,10 @@ def test_the_summary_tells_where_everything_is(tmp_path):
     record = RunRecord(
         plan_sha256="x",
         seconds={Role.TRAIN: 20.0, Role.MERGE: 5.0},
-        facts={Role.TRAIN: {"initial_eval_loss": "6.9", "eval_loss": "3.1"}, Role.PUBLISH: {"address": "oci://host/a@sha256:0"}},
+        facts={
+            Role.TRAIN: {"initial_eval_loss": "6.9", "eval_loss": "3.1"},
+            Role.PUBLISH: {"address": "hf://team/a@0", "adapter_address": "hf://team/a-adapter@1"},
+        },
     )
     summary = summarise(PLAN, record, claims)
     assert summary.step == 10
@@ -48,10 +51,17 @@ def test_the_summary_tells_where_everything_is(tmp_path):
         "held-out loss: 6.9000 before, 3.1000 after",
         str(output / "adapter"),
         str(output / "merged"),
-        "published at:  oci://host/a@sha256:0",
+        "published at:  hf://team/a@0",
+        "adapter at:    hf://team/a-adapter@1",
         "passed, 28 tensors changed, 11 untouched, mean KL 1.5e-06, same token 100.0%",
         "on other base: mean KL 0.02, same token 97.5%",
         f"report:        {output / 'report.html'}",
         "25.0 s",
     ):
         assert part in text
+    # A later failure is told in the report of the run, too; of another stage's failure an old verification says nothing.
+    (output / "verification.json").write_text(json.dumps(figures | {"passed": False}))
+    for stage, is_told in ((Role.MERGE, True), (Role.TRAIN, False)):
+        failed = summary_text(ExitCode.FAILED, summarise(PLAN, record.model_copy(update={"next_attempt": {stage: 1}}), claims))
+        assert (f"report:        {output / 'report.html'}" in failed) is is_told
+        assert ("FAILED" in failed) is is_told

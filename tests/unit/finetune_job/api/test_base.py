@@ -12,6 +12,7 @@ from finetune_job.api.base import (
     HubPath,
     RegistryPath,
     Source,
+    adapter_repository,
     parse_destination,
     parse_source,
 )
@@ -68,3 +69,13 @@ def test_a_destination_is_taken_apart(destination, expected):
 def test_what_is_no_destination_is_refused(destination):
     with pytest.raises(ValidationError):
         TypeAdapter(Destination).validate_python(destination)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("tuned", "tuned-adapter"), ("a" * 96, "a" * 88 + "-adapter"), ("a" * 87 + "-bcdefghi", "a" * 87 + "-adapter")],
+    ids=["short", "too long", "cut behind a dash"],
+)
+def test_the_adapter_s_repository_has_a_name_that_the_hub_takes(name, expected):
+    place = HubPath(repository=f"org/{name}", is_dataset=False)
+    assert adapter_repository(place) == HubPath(repository=f"org/{expected}", is_dataset=False)

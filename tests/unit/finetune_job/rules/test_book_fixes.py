@@ -25,6 +25,7 @@ from tests.unit.finetune_job.rules.test_book_verdicts import (
     HELD_OUT,
     LOHA,
     NORM,
+    ONE_REPOSITORY,
     OPEN,
     QLORA,
     SETS,
@@ -474,6 +475,12 @@ def test_a_source_that_is_not_allowed_is_to_be_copied_to_a_claim(profile, writte
     assert told("source-not-allowed", written, profile) == (E, field, changes)
     assert told("source-not-allowed", written, OPEN) is None
     assert told("source-not-allowed", written) is None
+
+
+def test_an_adapter_whose_repository_is_not_allowed_is_left_out():
+    to_hub = {TO: "hf://our-org/tuned", "output.secretRef.name": "writer"}
+    expected = (E, "output.adapter", {"output.adapter": False})
+    assert told("destination-not-allowed", to_hub, ONE_REPOSITORY) == expected
 
 
 def test_what_is_silent_beside_its_neighbour():

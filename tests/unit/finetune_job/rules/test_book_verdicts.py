@@ -31,6 +31,9 @@ FENCED = FineTuneProfileSpec(
     trainer_image="trainer@sha256:0",
     fetch=FetchSettings(allowed_sources=["hf://our-org", "hf://datasets/our-org/set/", "s3://ours/a"]),
 )
+ONE_REPOSITORY = FineTuneProfileSpec(
+    trainer_image="trainer@sha256:0", publish=PublishSettings(allowed_destinations=["hf://our-org/tuned"])
+)
 NO_WAY_OUT = FineTuneProfileSpec(trainer_image="trainer@sha256:0", publish=PublishSettings(allowed_destinations=[]))
 GATED = FineTuneProfileSpec(
     trainer_image="trainer@sha256:0",
@@ -597,6 +600,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ),
     ("output-overlaps-bucket-input", BUCKET_DATA | {"output.destination": "s3://ours"}, BUCKET_DATA, None),
     ("output-replaces-model", HUB_MODEL | {"output.destination": "hf://Our-Org/Llama"}, HUB_MODEL | TO_HUB, None),
+    ("output-replaces-model", {"model.source": "hf://our-org/tuned-adapter"} | TO_HUB, HUB_MODEL | TO_HUB, None),
     (
         "output-replaces-model",
         HUB_MODEL | {"output.destination": "hf://our-org/llama/"},
@@ -610,6 +614,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         CPU,
     ),
     ("destination-not-allowed", TO_HUB | WRITER, {}, NO_WAY_OUT),
+    ("destination-not-allowed", TO_HUB | WRITER, TO_HUB | WRITER | {"output.adapter": False}, ONE_REPOSITORY),
     ("destination-not-allowed", TO_BUCKET, {"output.destination": "s3://ours/a/b"}, GATED),
     ("destination-not-allowed", {"output.destination": "hf://our-org-evil/tuned"} | WRITER, TO_HUB | WRITER, GATED),
     ("destination-not-allowed", {"output.destination": "oci://registry.test/team/a:v1"}, TO_REGISTRY, GATED),

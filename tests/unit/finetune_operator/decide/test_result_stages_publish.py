@@ -76,8 +76,9 @@ def test_success_ends_the_job_with_the_address_and_its_digest() -> None:
 def test_a_commit_is_no_sha256() -> None:
     address = f"hf://org/tuned@{'c' * 40}"
     job = a_job().spec("output.destination", "hf://org/tuned")
-    actions = reconcile(observing(job).merged().succeeded(address=address, digest="c" * 40).build(), T0)
-    assert [(one.path, one.sha256) for one in written(actions).artifacts] == [(address, "")]
+    seen = observing(job).merged().succeeded(address=address, digest="c" * 40, adapter_address="hf://org/tuned-adapter@d")
+    listed = [(one.name, one.path, one.sha256) for one in written(reconcile(seen.build(), T0)).artifacts]
+    assert listed == [("published", address, ""), ("adapter", "hf://org/tuned-adapter@d", "")]
 
 
 def test_a_destination_that_refuses_waits_for_a_human_and_is_asked_again() -> None:

@@ -14,7 +14,7 @@ from finetune_trainer.release.adapter_check import ServingReport
 from finetune_trainer.release.card import adapter_card, front_matter, model_card
 from finetune_trainer.release.facts import RunFacts
 from finetune_trainer.release.licence import Licence
-from tests.unit.finetune_trainer.release.example import BASE_COMMIT, FROM_HUB, example
+from tests.unit.finetune_trainer.release.example import FROM_HUB, example
 
 HUB = {"output.destination": "hf://team/tuned"}
 
@@ -52,23 +52,26 @@ def test_an_adapter_alone_is_an_adapter(tmp_path):
     facts = example(tmp_path, FROM_HUB | HUB | {"merge.enabled": False}).facts()
     card = model_card(facts)
     assert read_back(card)["library_name"] == "peft"
-    assert "PeftModel.from_pretrained(base, 'team/tuned')" in card
+    assert "AutoPeftModelForCausalLM.from_pretrained('team/tuned'" in card
+    assert "tuned=team/tuned\n" in card
     assert "Verification" not in card
 
 
 @pytest.mark.parametrize(
     ("destination", "expected"),
     [
-        ("hf://team/tuned", ["from_pretrained('team/tuned'", "subfolder='adapter'", "vllm serve team/tuned"]),
+        (
+            "hf://team/tuned",
+            ["from_pretrained('team/tuned'", "from_pretrained('team/tuned-adapter'", "tuned=team/tuned-adapter\n"],
+        ),
         ("s3://results/run", ["from_pretrained('./merged'", "aws s3 cp --recursive s3://results/run ."]),
         ("oci://registry.example/team/tuned:v1", ["from_pretrained('.'", "oras pull registry.example/team/tuned:v1"]),
-        ("pvc://out/result", ["from_pretrained('./merged'", "PeftModel.from_pretrained(base, './adapter')"]),
+        ("pvc://out/result", ["from_pretrained('./merged'", "AutoPeftModelForCausalLM.from_pretrained('./adapter'"]),
     ],
 )
 def test_it_says_how_to_load_from_where_it_lies(tmp_path, destination, expected):
     card = model_card(example(tmp_path, FROM_HUB | {"output.destination": destination}).facts())
     assert [part for part in expected if part not in card] == []
-    assert f"from_pretrained('maker/base', revision='{BASE_COMMIT}'" in card
     assert "--enable-lora --max-lora-rank 16" in card
 
 
@@ -76,6 +79,7 @@ def test_a_base_that_only_its_owner_can_reach_is_a_directory_of_the_reader(tmp_p
     card = model_card(example(tmp_path, {"model": {"source": "pvc://models/base"}}).facts())
     assert "with a copy of `pvc://models/base` in `./base`:" in card
     assert "from_pretrained('./base', dtype" in card
+    assert "PeftModel.from_pretrained(base, './adapter')" in card
     assert "vllm serve ./base --enable-lora" in card
     assert "from_pretrained('pvc:" not in card
 

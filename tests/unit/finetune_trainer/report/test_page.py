@@ -203,9 +203,9 @@ def test_what_is_not_known_is_said_instead(tmp_path: Path) -> None:
         (
             "hf://team/tuned",
             [
-                "hf download team/tuned --local-dir .",
+                "hf download team/tuned --local-dir . && hf download team/tuned-adapter --local-dir adapter",
                 "vllm serve team/tuned",
-                "vllm serve maker/base --enable-lora --max-lora-rank 16 --lora-modules tuned=./adapter",
+                "vllm serve maker/base --enable-lora --max-lora-rank 16 --lora-modules tuned=team/tuned-adapter",
                 "python convert_hf_to_gguf.py . --outfile tuned.gguf",
                 "python convert_lora_to_gguf.py --base ./base ./adapter --outfile tuned-lora.gguf",
             ],
@@ -221,8 +221,13 @@ def test_the_commands_are_those_of_what_was_published(tmp_path: Path, destinatio
 
 
 def test_a_failed_verification_and_a_loss_that_rises_again_are_told(made: tuple[RunFacts, Timeline]) -> None:
-    failed: Any = SimpleNamespace(**vars(made[0].verification) | {"passed": False})
-    assert verdict(dataclasses.replace(made[0], verification=failed)) == ("bad", "The merged model failed its verification.")
+    failed: Any = SimpleNamespace(**vars(made[0].verification) | {"passed": False, "faults": ("<b>q_proj</b> differs",)})
+    facts = dataclasses.replace(made[0], verification=failed)
+    assert verdict(facts)[0] == "bad"
+    text = Page(report_page(facts, made[1], ANSWERS)).text
+    assert "The merged model failed its verification, so it is not a result." in text
+    assert "<b>q_proj</b> differs" in text
+    assert [words for words in ("passed", "byte for byte", "vllm", "hf download") if words in text] == []
     rising = TrainingHistory((Point(0, None, 2.0), Point(5, 1.0, 1.0), Point(10, 0.5, 1.5)), 1, 1)
     losses = held_out_losses(rising)
     assert losses is not None

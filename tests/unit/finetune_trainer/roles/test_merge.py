@@ -140,7 +140,12 @@ def test_a_model_that_fails_its_verification_is_quarantined(tmp_path: Path) -> N
     assert code == EXIT_CODES[FailureClass.VERIFICATION_FAILED]
     assert report.failure is FailureClass.VERIFICATION_FAILED
     # Nothing says any more that this is complete.
-    assert names(context.output.root) == {"adapter", "merged.quarantined", *VERIFIED, *RELEASED - {"SHA256SUMS", "report.html"}}
+    assert names(context.output.root) == {"adapter", "merged.quarantined", *VERIFIED, "report.html"}
+    assert not (context.output.adapter / "README.md").exists()
+    page = context.output.report.read_text()
+    assert "The merged model failed its verification" in page
+    assert "passed its verification" not in page
+    assert "vllm serve" not in page
     assert json.loads(context.output.verification.read_text())["passed"] is False
     assert "FAILED" in context.output.verification_page.read_text()
     assert run_merge(context)[0] == 0

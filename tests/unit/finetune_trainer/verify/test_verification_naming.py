@@ -45,7 +45,9 @@ def named(
         merged_onto=MergeBase.ORIGINAL,
         base_sha256={"model.safetensors": "of the training"},
         allow_remote_code=True,
-        withdraw=lambda: (events if events is not None else []).append(f"withdrawn while at {paths.current.name}"),
+        withdraw=lambda failed: (events if events is not None else []).append(
+            f"withdrawn, passed {failed.passed}, while at {paths.current.name}"
+        ),
     )
     return report, asked
 
@@ -100,7 +102,7 @@ def test_a_model_that_fails_is_withdrawn_and_then_quarantined(name: str, tmp_pat
         events: list[str] = []
         with pytest.raises(VerificationError, match="FAILED: q_proj") as caught:
             named(paths, monkeypatch, passed=False, events=events)
-        assert events == [f"withdrawn while at {name}"]
+        assert events == [f"withdrawn, passed False, while at {name}"]
         assert f"kept as {kept}" in str(caught.value)
         assert classify(caught.value) == (
             FailureClass.VERIFICATION_FAILED,

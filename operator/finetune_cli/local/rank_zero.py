@@ -1,0 +1,31 @@
+"""What rank 0 of a local run says of its progress, asked as the operator asks it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from pathlib import Path
+
+from finetune_job.progress import Progress
+
+OBSERVE_FILE = "observe.json"
+"""In the job's directory on the workspace: the port on which rank 0 answers."""
+ANSWER_SECONDS = 2.0
+
+
+def read_progress(workspace: Path, attempt: int) -> Progress | None:
+    """The latest progress of this attempt; None while nobody answers."""
+    try:
+        address = json.loads((workspace / OBSERVE_FILE).read_bytes())
+        if address.get("attempt") != attempt:
+            return None
+        connection = http.client.HTTPConnection("127.0.0.1", int(address["port"]), timeout=ANSWER_SECONDS)
+        try:
+            connection.request("GET", "/progress")
+            answer = connection.getresponse().read(65_536)
+        finally:
+            connection.close()
+        progress = Progress.model_validate_json(answer)
+    except (OSError, ValueError, KeyError, AttributeError, http.client.HTTPException):
+        return None
+    return progress if progress.attempt == attempt else None

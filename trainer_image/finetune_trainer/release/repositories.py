@@ -1,0 +1,54 @@
+"""A release as the repositories of the Hub that it becomes.
+
+Loaders take a model from the top of a repository: PEFT's AutoPeftModel hands a folder on to the base, vLLM knows no folder at
+all. So the adapter of a merged model gets a repository of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from finetune_job.api.base import HubPath, adapter_repository
+from finetune_trainer.errors import CheckpointError
+from finetune_trainer.release.checksums import checksum_lines
+from finetune_trainer.release.files import ADAPTER, CHECKSUMS, PROVENANCE, SIGNATURE, Release, ReleaseFile
+
+_BELOW = f"{ADAPTER}/"
+
+
+def release_by_repository(release: Release, place: HubPath, scratch: Path) -> tuple[tuple[HubPath, Release], ...]:
+    """Repositories and what goes there, in the order of publishing: the last one is there only if all are.
+
+    Args:
+        release: Everything, with names as at the top of `place`.
+        place: The destination.
+        scratch: Of this pod alone; lists of checksums are written there.
+
+    Raises CheckpointError if two files would have one name there, OSError.
+    """
+    adapter = [replace(file, name=file.name.removeprefix(_BELOW)) for file in release.files if file.name.startswith(_BELOW)]
+    if not adapter:
+        return ((place, release),)
+    rest = [file for file in release.files if not file.name.startswith(_BELOW)]
+    about = [file for file in rest if file.name == PROVENANCE]
+    ours = {CHECKSUMS, SIGNATURE, *(file.name for file in about)}
+    if taken := sorted(ours & {file.name for file in adapter}):
+        raise CheckpointError(
+            f"{adapter[0].claim}: the adapter's directory has {taken[0]}, which is the name of another file of its repository",
+            "find out who writes to the claim; remove that file and run the merge again",
+        )
+    return (
+        (adapter_repository(place), _release(release, [*adapter, *about], scratch / "adapter")),
+        (place, _release(release, rest, scratch / "merged")),
+    )
+
+
+def _release(whole: Release, files: Sequence[ReleaseFile], scratch: Path) -> Release:
+    content = checksum_lines({file.name: file.sha256 for file in files}).encode()
+    scratch.mkdir()
+    (scratch / CHECKSUMS).write_bytes(content)
+    manifest = ReleaseFile(scratch, CHECKSUMS, CHECKSUMS, len(content), hashlib.sha256(content).hexdigest())
+    return replace(whole, files=tuple(files), manifest=manifest)
