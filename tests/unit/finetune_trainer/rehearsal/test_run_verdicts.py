@@ -93,14 +93,20 @@ def test_a_job_that_goes_right_passes(model: Path, tmp_path: Path) -> None:
     "spec",
     [
         tiny_spec(method={"type": "QDoRA", "lora": {"r": 4, "loraDropout": "0.1"}}, merge={"base": "Dequantized"}),
-        tiny_spec(method={"type": "Full", "lora": None}, parallelism={"processesPerNode": 4, "fsdp": {"version": 1}}),
         tiny_spec(
-            method={"type": "LoRA", "lora": {"r": 4, "modulesToSave": ["lm_head"], "initLoraWeights": "pissa_niter_4"}},
-            parallelism={"processesPerNode": 2, "fsdp": {"offloadParams": True}},
+            method={"type": "Full", "lora": None},
+            parallelism={"processesPerNode": 4, "fsdp": {"version": 1, "offloadParams": True}},
+        ),
+        pytest.param(
+            tiny_spec(
+                method={"type": "LoRA", "lora": {"r": 4, "modulesToSave": ["lm_head"], "initLoraWeights": "pissa_niter_4"}},
+                parallelism={"processesPerNode": 2, "fsdp": {"offloadParams": True}},
+            ),
+            marks=pytest.mark.nightly,
         ),
         tiny_spec(method={"type": "VeRA", "lora": None, "settings": {"r": 512}}, parallelism={"processesPerNode": 1}),
     ],
-    ids=["qdora-dropout", "full-fsdp1", "offloaded-and-saved", "vera-alone"],
+    ids=["qdora-dropout", "full-fsdp1-offloaded", "saved-and-decomposed", "vera-alone"],
 )
 def test_other_methods_pass_on_twins_of_a_large_model(spec: dict[str, Any], tmp_path: Path) -> None:
     large = write_headers(tmp_path / "large")
@@ -220,7 +226,11 @@ def test_a_planted_fault_is_found_in_its_stage(model: Path, tmp_path: Path, name
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (partial(wrap, "train.step:local_gradients", weaker_last_layer), "in step 1 the gradient of"),
+        pytest.param(
+            partial(wrap, "train.step:local_gradients", weaker_last_layer),
+            "in step 1 the gradient of",
+            marks=pytest.mark.nightly,  # With 32 bits it is planted above.
+        ),
         (partial(wrap, "train.step:local_gradients", lost_on_a_rank), "in step 2 the gradient of"),
         (without_a_micro_step, "gradient norm"),
     ],
