@@ -105,7 +105,7 @@ def test_finished_run_exports_the_same_again(claims: Path, tmp_path: Path) -> No
 def test_bfloat16_run_resumes_to_the_same_bytes(tmp_path: Path, method: str, fsdp: dict[str, Any]) -> None:
     spec = tiny_spec(
         method={"type": method, "lora": {"r": 4, "useRslora": True}},
-        training={"activationCheckpointing": "Full"},
+        training={"activationCheckpointing": "Full", "maxSteps": 4},
         parallelism={"processesPerNode": 2, "fsdp": fsdp},
     )
     contexts = [run_context(tmp_path / name, spec, dtype=torch.bfloat16) for name in ("undisturbed", "killed")]
