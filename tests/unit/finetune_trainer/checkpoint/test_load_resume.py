@@ -52,15 +52,16 @@ def undisturbed(claims: Path, method: str) -> dict[str, bytes]:
     return trained_files(context)
 
 
+# By night those that differ from others in their method alone. The kill suite draws other moments each time.
 KILLS = [
     ("lora-fsdp2", Fault("train.step:optimizer_step", call=1)),
-    ("lora-fsdp2", Fault("train.step:optimizer_step", call=4, rank=1)),
+    pytest.param("lora-fsdp2", Fault("train.step:optimizer_step", call=4, rank=1), marks=pytest.mark.nightly),
     ("lora-fsdp2", Fault("checkpoint.save:_header", call=2, rank=1)),
     ("lora-fsdp2", Fault("checkpoint.save:publish_directory", call=2)),
     ("lora-fsdp2", Fault("checkpoint.save:prune", call=2)),
     ("lora-fsdp2", Fault("train.export:publish_directory", call=1)),
     ("dora-fsdp1", Fault("train.step:optimizer_step", call=6, rank=1)),
-    ("dora-fsdp1", Fault("checkpoint.save:write_durably", call=4)),
+    pytest.param("dora-fsdp1", Fault("checkpoint.save:write_durably", call=4), marks=pytest.mark.nightly),
     ("norms-fsdp1", Fault("train.step:optimizer_step", call=4)),
     ("full-fsdp2", Fault("train.step:optimizer_step", call=4)),
     ("full-fsdp2", Fault("train.export:_write_manifest", call=1)),

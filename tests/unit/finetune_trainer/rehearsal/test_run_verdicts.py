@@ -138,6 +138,8 @@ class Planted:
     function: str
     wrapper: Callable[..., Any]
     stage: Stage
+    ranks: int = 2
+    """One if nothing that they do together goes wrong, which takes half of the time."""
 
     def __call__(self) -> None:
         wrap(self.function, self.wrapper)
@@ -202,19 +204,20 @@ def named_field(_original: Callable[..., Any], *_arguments: Any, **_named: Any) 
 
 
 FAULTS = {
-    "no-checkpoint": Planted("checkpoint.checkpoints:begin_save", unlucky, Stage.TRAIN),
-    "part-of-an-adapter": Planted("train.export:save_file", empty_adapter, Stage.TRAIN),
-    "resumes-without-moments": Planted("checkpoint.checkpoints:load", without_moments, Stage.RESUME),
+    "no-checkpoint": Planted("checkpoint.checkpoints:begin_save", unlucky, Stage.TRAIN, 1),
+    "part-of-an-adapter": Planted("train.export:save_file", empty_adapter, Stage.TRAIN, 1),
+    "resumes-without-moments": Planted("checkpoint.checkpoints:load", without_moments, Stage.RESUME, 1),
     "old-values-stay-gathered": Planted("train.step:reducing", never_gathered_again, Stage.RESUME),
     "gradient-of-one-tensor": Planted("train.step:local_gradients", weaker_last_layer, Stage.COMPARE),
-    "merges-nothing": Planted("roles.merge:merge_adapter", copied_base, Stage.MERGE),
+    "merges-nothing": Planted("roles.merge:merge_adapter", copied_base, Stage.MERGE, 1),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found_in_its_stage(model: Path, tmp_path: Path, name: str) -> None:
     fault = FAULTS[name]
-    report = rehearsed(plan_of(tiny_spec()), model, tmp_path / "root", fault)
+    spec = tiny_spec(parallelism={"processesPerNode": fault.ranks})
+    report = rehearsed(plan_of(spec), model, tmp_path / "root", fault)
     assert report.verdict is Verdict.FAILED, report
     assert [result.stage for result in report.stages if result.problem][:1] == [fault.stage]
     (finding,) = report.findings
