@@ -63,7 +63,7 @@ COMPUTING = (
     Suite("unit", 16.0, ((*ON_BOTH_CORES, "tests/unit"),)),
     Suite("merge-matrix", 3.0, ((*ON_BOTH_CORES, "tests/merge_matrix"),)),
     Suite("pitfalls", 2.0, ((*ON_BOTH_CORES, "tests/pitfalls"),)),
-    Suite("sweep", 6.0, ((sys.executable, "-m", "tests.sweep", "--count", "300"),)),
+    Suite("sweep", 6.0, ((sys.executable, "-m", "tests.sweep", "--count", "250"),)),
     Suite("hostile", 2.0, ((*ON_BOTH_CORES, "tests/hostile"),)),
     Suite("simulation", 1.5, ((*PYTEST, "-n", "2", "tests/simulation"),)),
     Suite(

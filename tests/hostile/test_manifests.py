@@ -38,7 +38,7 @@ from tests.hostile.manifests import PLAIN, job_of, profile_of, text_of
 from tests.support.source_seed import seed_of_the_sources
 
 SEED = int(os.environ.get("HOSTILE_SEED", seed_of_the_sources()))
-MANIFESTS = int(os.environ.get("HOSTILE_MANIFESTS", "20000"))
+MANIFESTS = int(os.environ.get("HOSTILE_MANIFESTS", "16000"))
 NOT_CERTAIN = {"hub-source-without-revision"}
 """Errors that `--fix` leaves to a person: which commit, only the author knows."""
 DRAWN, OBJECTS, TEXTS = MANIFESTS * 15 // 100, MANIFESTS * 55 // 100, MANIFESTS * 30 // 100

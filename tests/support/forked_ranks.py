@@ -33,6 +33,7 @@ PRELOADED = (
     "finetune_trainer.train.rank",
     "transformers.models.llama.modeling_llama",
     "peft.tuners.lora",
+    "tests.support.compiled_conversions",
 )
 
 

@@ -46,6 +46,7 @@ PRELOADED = (
     "bitsandbytes",
     "peft.tuners.lora",
     "peft.tuners.lora.bnb",
+    "tests.support.compiled_conversions",
 )
 
 

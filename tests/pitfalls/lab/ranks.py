@@ -24,6 +24,7 @@ LIBRARIES = [
     "accelerate.utils.fsdp_utils",
     "bitsandbytes",
     "tests.pitfalls.lab.work",
+    "tests.support.compiled_conversions",
 ]
 DEADLINE_SECONDS = 90
 

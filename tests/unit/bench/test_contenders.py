@@ -56,8 +56,10 @@ def train_on_gpu(name: str, directory: Path, rank: int, ranks: int) -> None:
     (directory / f"figures-{rank}.json").write_text(json.dumps([starts, losses]))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", ["ours", "bare"])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [("ours", 2), *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("ours", 1), ("bare", 1), ("bare", 2)))],
+)
 def test_a_contender_trains_all_steps_on_the_tokens_that_are_counted(tmp_path: Path, name: str, world_size: int) -> None:
     assert run_processes([partial(write_workload, tmp_path, "LoRA", world_size)]) == [0]
     work = [partial(train, name, tmp_path, "LoRA", world_size, rank) for rank in range(world_size)]

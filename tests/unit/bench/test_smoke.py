@@ -1,4 +1,7 @@
-"""Benchmarks that start processes of their own, on toys: what they measure these cannot show, that they still run, they do."""
+"""Benchmarks that start processes of their own, on toys: what they measure these cannot show, that they still run, they do.
+
+Those that start several processes with the libraries are left for the night, which also runs the benchmarks themselves.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,7 @@ def test_merging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(name.endswith("_proj.weight") for name in changed)
 
 
+@pytest.mark.nightly
 def test_preparing(tmp_path: Path) -> None:
     records = tmp_path / "records.jsonl"
     write_records(records, 50_000)
@@ -83,6 +87,7 @@ def test_rates_of_training_and_what_makes_them_void(capsys: pytest.CaptureFixtur
     assert "PROBLEM: one" in shown
 
 
+@pytest.mark.nightly
 def test_training_on_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
     from bench.gpu import __main__ as gpu
 
@@ -108,6 +113,7 @@ def test_loading_a_packed_base(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert [row[:2] for row in rows] == [["2", "2"]] * 2
 
 
+@pytest.mark.nightly
 def test_looking_at_a_declared_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(preflight, "MODELS", {"toy": {**preflight.LLAMA_70B, **TOY}})
     monkeypatch.setattr(preflight, "RESULT", tmp_path / "preflight.json")

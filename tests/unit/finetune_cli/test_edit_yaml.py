@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from finetune_cli import edit_yaml
 from finetune_cli.documents import DocumentError, read_documents
 from finetune_cli.edit_yaml import edit_document
+from tests.support.examples import examples
 from tests.unit.finetune_cli.manifests import Quoted
 
 VALUES = st.recursive(
@@ -31,7 +32,7 @@ EXAMPLES = sorted(Path("examples").rglob("*.yaml"))
 OBJECTS = st.dictionaries(st.sampled_from(["a", "b", "c", "2e-4", "on"]), VALUES, min_size=1, max_size=4)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(80, 400), deadline=None)
 @given(OBJECTS, OBJECTS, st.sampled_from([False, True, None]), st.integers(0, 2))
 def test_an_edited_text_reads_as_wanted_and_its_neighbours_as_before(
     before: dict[str, Any], after: dict[str, Any], flow: bool | None, place: int
@@ -83,7 +84,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(80, 400), deadline=None)
 @given(TREES.filter(bool), TREES.filter(bool))
 def test_comments_stay_with_the_entries_that_stay(before: dict[str, Any], after: dict[str, Any]) -> None:
     text = f"{commented(before)}# end\n"

@@ -90,19 +90,14 @@ def on_path(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": sources}
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [("finetune val", {"validate"}), ("finetune completion z", {"zsh"}), ("finetune validate --pro", {"--profile"})],
-)
-def test_bash_completes_words(on_path: dict[str, str], line: str, expected: set[str]) -> None:
-    words = line.split()
-    script = (
-        "source <(finetune completion bash); "
-        f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; "
-        "$(complete -p finetune | sed -E 's/.*-F ([^ ]+) .*/\\1/') finetune; printf '%s\\n' \"${COMPREPLY[@]}\""
+def test_bash_completes_words(on_path: dict[str, str]) -> None:
+    cases = {"finetune val": "validate", "finetune completion z": "zsh", "finetune validate --pro": "--profile"}
+    script = "source <(finetune completion bash); function=$(complete -p finetune | sed -E 's/.*-F ([^ ]+) .*/\\1/')\n" + "".join(
+        f"COMP_WORDS=({line}); COMP_CWORD={len(line.split()) - 1}; $function finetune; echo ${{COMPREPLY[@]}}\n" for line in cases
     )
     done = subprocess.run(["bash", "-c", script], env=on_path, capture_output=True, text=True, timeout=120, check=True)
-    assert expected <= set(done.stdout.split()), done.stderr
+    for found, expected in zip(done.stdout.splitlines(), cases.values(), strict=True):
+        assert expected in found.split(), done.stderr
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
@@ -158,16 +153,16 @@ def test_the_start_does_no_needless_work() -> None:
     assert frozen > 10_000
 
 
-def test_a_thousand_manifests_are_judged_in_one_call(tmp_path: Path) -> None:
+def test_hundreds_of_manifests_are_judged_in_one_call(tmp_path: Path) -> None:
     text = (ROOT / "examples/quickstart.yaml").read_text()
     many = tmp_path / "many.yaml"
-    many.write_text("---\n".join(text.replace("name: quickstart", f"name: job-{number}") for number in range(1000)))
+    many.write_text("---\n".join(text.replace("name: quickstart", f"name: job-{number}") for number in range(300)))
     done = subprocess.run(
         [sys.executable, "-m", "finetune_cli", "validate", "-f", str(many), "-o", "json"],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     documents = json.loads(done.stdout)["documents"]
-    assert [(each["outcome"], each["name"]) for each in documents] == [("accepted", f"job-{number}") for number in range(1000)]
+    assert [(each["outcome"], each["name"]) for each in documents] == [("accepted", f"job-{number}") for number in range(300)]
 
 
 @pytest.mark.parametrize(

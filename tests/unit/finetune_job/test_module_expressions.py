@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from finetune_job.module_expressions import is_plainly_malformed, key_expression
+from tests.support.examples import examples
 
 OPERATOR = Path(__file__).parents[3] / "operator"
 COMPILES = ("finetune_memory/adapters.py", "finetune_cli/corrections/addresses.py", "finetune_cli/corrections/proposals.py")
@@ -46,7 +47,7 @@ PIECES = st.lists(
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=examples(600, 3000), deadline=None)
 @given(PIECES)
 @example("(?x)#(")
 @example("(?#[)")

@@ -89,9 +89,9 @@ def test_what_is_written_stays() -> None:
 
 def test_a_compiled_layer_is_computed_again_whole() -> None:
     """A rule refuses selective recomputation of it."""
-    values = {chosen(default_job().spec("training.compile", True), "Gemma-2-9B", gib)[AGAIN] for gib in range(20, 120, 4)}
+    values = {chosen(default_job().spec("training.compile", True), "Gemma-2-9B", gib)[AGAIN] for gib in range(24, 120, 12)}
     assert values == {"None", "Full"}
-    assert "Selective" in {chosen(default_job(), "Gemma-2-9B", gib)[AGAIN] for gib in range(20, 120, 4)}
+    assert "Selective" in {chosen(default_job(), "Gemma-2-9B", gib)[AGAIN] for gib in range(24, 120, 12)}
 
 
 def test_the_global_batch_stays_and_its_steps_follow() -> None:

@@ -17,6 +17,7 @@ from finetune_cli.checks.validate import DocumentOutcome, validate
 from finetune_cli.documents import read_documents
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.rules.book import RULES
+from tests.support.examples import examples
 from tests.unit.finetune_cli.manifests import ACCEPTED, CLAIM, PROFILE, REFUSED, WARNED, Quoted
 from tests.unit.finetune_job.rules.manifests import manifest
 from tests.unit.finetune_job.rules.test_book import MANIFESTS
@@ -210,7 +211,7 @@ def test_what_every_rule_finds_is_fixed_in_every_style() -> None:
         assert_fixed(job_text(manifest(bad), (False, True, None)[number % 3]), profile_text(profile), rule)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(15, 60), deadline=None)
 @given(MANIFESTS, st.sampled_from([False, True, None]))
 def test_any_manifest_is_fixed(spec: dict[str, Any], flow: bool | None) -> None:
     assert_fixed(job_text(spec, flow), None)

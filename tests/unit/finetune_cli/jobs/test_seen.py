@@ -20,6 +20,7 @@ from finetune_cli.render.job_status import status_document, status_text
 from finetune_cli.render.jobs import jobs_document, jobs_text, top_text
 from finetune_cli.render.verdicts import as_json, as_yaml
 from finetune_job.names import Role
+from tests.support.examples import examples
 from tests.unit.finetune_cli.jobs import objects
 
 
@@ -150,7 +151,7 @@ def hostile_jobs(draw: st.DrawFn) -> objects.Document:
     return document
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(35, 150), deadline=None)
 @given(hostile_jobs())
 def test_whatever_a_job_holds_is_printed_on_lines_without_control_characters(document: objects.Document) -> None:
     job = seen_job(document)

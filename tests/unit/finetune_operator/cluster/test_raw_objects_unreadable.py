@@ -17,12 +17,13 @@ from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, PROFILES, SERVICES, WATCHED, Kind
 from finetune_operator.cluster.raw_objects import REMEMBERED, UnreadableObjects
 from finetune_operator.cluster.relist import fill, relist
+from tests.support.examples import examples
 from tests.unit.finetune_operator.cluster import objects
 from tests.unit.finetune_operator.cluster.fakes import Clock, FakeApi
 from tests.unit.finetune_operator.cluster.test_api import against
 
 INDEX = "batch.kubernetes.io/job-completion-index"
-DRAWN = 4_000
+DRAWN = examples(1_200, 6_000)
 """Objects drawn of each of the six kinds: 24,000 altogether."""
 
 

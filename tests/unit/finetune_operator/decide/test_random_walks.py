@@ -16,6 +16,7 @@ from finetune_job.names import Role
 from finetune_job.reasons import ConditionType
 from finetune_operator.decide.stage import is_terminal
 from tests.support.builders import JobBuilder, a_job
+from tests.support.examples import examples
 from tests.support.simulated_cluster import SimulatedCluster
 
 FAILURES = [
@@ -97,7 +98,7 @@ def test_every_walk_keeps_the_invariants_and_comes_to_rest(numbers: list[int], n
 def test_long_walks_reach_every_end() -> None:
     ends: Counter[str] = Counter()
     attempts = publications = 0
-    for seed in range(200):
+    for seed in range(examples(70, 400)):
         numbers = random.Random(seed)
         cluster = a_cluster(nodes=1 + 2 * (seed % 2))
         walk(cluster, [numbers.randrange(100 * len(EVENTS)) for _ in range(300)])
@@ -106,7 +107,7 @@ def test_long_walks_reach_every_end() -> None:
         attempts = max(attempts, cluster.status.attempt)
         publications = max(publications, cluster.status.publish_attempt)
     assert set(ends) == {"Succeeded", "Failed", "Cancelled"}
-    assert min(ends.values()) >= 10, ends
+    assert min(ends.values()) >= 3, ends
     assert attempts >= 4
     assert publications >= 2
 

@@ -4,29 +4,38 @@ again."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
+from finetune_job.api.status import FineTuneJobStatus
 from finetune_job.failures import EXIT_CODES, FailureClass, parse_envelope
 from finetune_job.names import Role
 from finetune_job.plan.launch_plan import read_launch_plan
 from finetune_job.plan.run_plan import RunPlan
 from finetune_operator.children.cpu_jobs import fetch_job
 from finetune_operator.children.frozen_run import FrozenRun, Owner
-from tests.releases.recorded import RELEASES, SCENARIOS, has_succeeded, recording, stages, taken_over
+from tests.releases.recorded import RELEASES, SCENARIOS, TakenOverCluster, has_succeeded, recording, stages, taken_over
 from tests.support.builders import UID
 
 RESTARTED = ("train-failing", "train-restarting")
 """Stages in which the gang has failed, so that its Job is to be deleted and made again."""
 
 
-@pytest.mark.parametrize(("release", "scenario", "stage"), stages())
-def test_a_job_of_any_release_is_carried_to_its_end(release: str, scenario: str, stage: str) -> None:
+@cache
+def carried(release: str, scenario: str, stage: str) -> tuple[FineTuneJobStatus, TakenOverCluster]:
+    """The status at that stage, and the cluster in the end."""
     cluster = taken_over(release, scenario, stage)
     before = cluster.status
-    role, _, attempt = stage.removesuffix("-running").partition("-")
     cluster.reconcile_once()
     cluster.settle()
+    return before, cluster
+
+
+@pytest.mark.parametrize(("release", "scenario", "stage"), stages())
+def test_a_job_of_any_release_is_carried_to_its_end(release: str, scenario: str, stage: str) -> None:
+    before, cluster = carried(release, scenario, stage)
+    role, _, attempt = stage.removesuffix("-running").partition("-")
     assert has_succeeded(cluster), cluster.status.conditions
     assert cluster.status.start_time == before.start_time
     assert cluster.status.plan is not None
@@ -48,8 +57,7 @@ def test_a_job_of_any_release_is_carried_to_its_end(release: str, scenario: str,
 def test_what_follows_is_what_the_release_itself_created(release: str, scenario: str, stage: str) -> None:
     """Names, arguments and mounts that the trainer image of the plan understands: the image is the one that the release froze."""
     recorded = recording(release)[scenario]
-    cluster = taken_over(release, scenario, stage)
-    cluster.settle()
+    _, cluster = carried(release, scenario, stage)
     for action in cluster.made:
         ours, theirs = action.body, recorded["bodies"].get(f"{action.kind}/{action.name}")
         if action.kind == "Job":

@@ -52,15 +52,16 @@ def undisturbed(claims: Path, method: str) -> dict[str, bytes]:
     return trained_files(context)
 
 
+# By night those that differ from others in their method alone. The kill suite draws other moments each time.
 KILLS = [
     ("lora-fsdp2", Fault("train.step:optimizer_step", call=1)),
-    ("lora-fsdp2", Fault("train.step:optimizer_step", call=4, rank=1)),
+    pytest.param("lora-fsdp2", Fault("train.step:optimizer_step", call=4, rank=1), marks=pytest.mark.nightly),
     ("lora-fsdp2", Fault("checkpoint.save:_header", call=2, rank=1)),
     ("lora-fsdp2", Fault("checkpoint.save:publish_directory", call=2)),
     ("lora-fsdp2", Fault("checkpoint.save:prune", call=2)),
     ("lora-fsdp2", Fault("train.export:publish_directory", call=1)),
     ("dora-fsdp1", Fault("train.step:optimizer_step", call=6, rank=1)),
-    ("dora-fsdp1", Fault("checkpoint.save:write_durably", call=4)),
+    pytest.param("dora-fsdp1", Fault("checkpoint.save:write_durably", call=4), marks=pytest.mark.nightly),
     ("norms-fsdp1", Fault("train.step:optimizer_step", call=4)),
     ("full-fsdp2", Fault("train.step:optimizer_step", call=4)),
     ("full-fsdp2", Fault("train.export:_write_manifest", call=1)),
@@ -105,7 +106,7 @@ def test_finished_run_exports_the_same_again(claims: Path, tmp_path: Path) -> No
 def test_bfloat16_run_resumes_to_the_same_bytes(tmp_path: Path, method: str, fsdp: dict[str, Any]) -> None:
     spec = tiny_spec(
         method={"type": method, "lora": {"r": 4, "useRslora": True}},
-        training={"activationCheckpointing": "Full"},
+        training={"activationCheckpointing": "Full", "maxSteps": 4},
         parallelism={"processesPerNode": 2, "fsdp": fsdp},
     )
     contexts = [run_context(tmp_path / name, spec, dtype=torch.bfloat16) for name in ("undisturbed", "killed")]
@@ -118,53 +119,66 @@ def test_bfloat16_run_resumes_to_the_same_bytes(tmp_path: Path, method: str, fsd
 SHARDINGS: list[dict[str, Any]] = [{"version": 2}, {"version": 1, "peftWrapPolicy": False, "useOrigParams": True}, {"version": 1}]
 
 
-@pytest.mark.parametrize("writer", [0, 1, 2])
-def test_a_checkpoint_of_any_sharding_is_read_by_any_other(tmp_path: Path, writer: int) -> None:
+def test_a_checkpoint_of_any_sharding_is_read_by_any_other(tmp_path: Path) -> None:
     """Written by three ranks, read by one, two and three ranks of every kind of sharding, and written again by each."""
     contexts = [run_context(tmp_path, tiny_spec(parallelism={"processesPerNode": 1, "fsdp": fsdp})) for fsdp in SHARDINGS]
-    roots = [tmp_path / "first", *(tmp_path / f"{kind}-{ranks}" for kind in range(3) for ranks in (1, 2, 3))]
-    assert rewrite(contexts[writer], None, roots[0], 3) == [0, 0, 0]
-    expected = state_of(roots[0])
-    assert len(expected) == 3 * 28
-    for root in roots[1:]:
-        kind, ranks = map(int, root.name.split("-"))
-        assert rewrite(contexts[kind], roots[0], root, ranks) == [0] * ranks
-        found = state_of(root)
-        assert set(found) == set(expected)
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
+    written = [(context, None, tmp_path / f"written-{number}") for number, context in enumerate(contexts)]
+    assert rewrite(written, tmp_path, 3) == [0, 0, 0]
+    for ranks in (1, 2, 3):
+        rewritten = [
+            (context, source, source.with_name(f"{source.name}-{kind}-{ranks}"))
+            for _, _, source in written
+            for kind, context in enumerate(contexts)
+        ]
+        assert rewrite(rewritten, tmp_path, ranks) == [0] * ranks
+        for _, source, target in rewritten:
+            assert source is not None
+            expected, found = state_of(source), state_of(target)
+            assert len(expected) == 3 * 28
+            assert set(found) == set(expected)
+            assert all(torch.equal(found[key], expected[key]) for key in expected), target.name
 
 
-def rewrite(context: RunContext, source: Path | None, target: Path, ranks: int) -> list[int]:
-    store = f"file://{target}-store"
-    return run_processes([partial(_rewrite, context, source, target, rank, ranks, store) for rank in range(ranks)])
+Rewriting = tuple[RunContext, Path | None, Path]
+"""By whom, from where, None for made up values, and to where."""
 
 
-def _rewrite(context: RunContext, source: Path | None, target: Path, rank: int, ranks: int, store: str) -> None:
+def rewrite(work: list[Rewriting], directory: Path, ranks: int) -> list[int]:
+    store = f"file://{directory}/store-{ranks}-{len(work)}"
+    return run_processes([partial(_rewrite_all, work, rank, ranks, store) for rank in range(ranks)])
+
+
+def _rewrite_all(work: list[Rewriting], rank: int, ranks: int, store: str) -> None:
     with joined(rank, ranks, rank, store) as gang:
-        model = build(context.plan, context.base_model, gang, NextToken())
-        optimizer = build_optimizer(model.pieces, context.plan)
-        if source is not None:
-            found = newest_valid(source, gang, ORIGIN)
-            assert found is not None
-            load(*found, model.pieces, optimizer)
-        else:
-            torch.manual_seed(rank)
-            for piece in model.pieces:
-                for kind in (PARAMETER, *state_form(optimizer).tensors):
-                    with torch.no_grad():
-                        piece.values(kind, optimizer).uniform_()
-            restore_count(optimizer, optimizer_entry(optimizer).model_copy(update={"step": 5.0}))
-        writing = begin_save(
-            target,
-            step=5,
-            found=model.pieces,
-            optimizer=optimizer,
-            gang=gang,
-            origin=ORIGIN,
-            state=RunState(),
-            best_step=None,
-        )
-        commit_save(target, writing, gang, keep=2)
+        for context, source, target in work:
+            _rewrite(context, source, target, gang)
+
+
+def _rewrite(context: RunContext, source: Path | None, target: Path, gang: Gang) -> None:
+    model = build(context.plan, context.base_model, gang, NextToken())
+    optimizer = build_optimizer(model.pieces, context.plan)
+    if source is not None:
+        found = newest_valid(source, gang, ORIGIN)
+        assert found is not None
+        load(*found, model.pieces, optimizer)
+    else:
+        torch.manual_seed(gang.rank)
+        for piece in model.pieces:
+            for kind in (PARAMETER, *state_form(optimizer).tensors):
+                with torch.no_grad():
+                    piece.values(kind, optimizer).uniform_()
+        restore_count(optimizer, optimizer_entry(optimizer).model_copy(update={"step": 5.0}))
+    writing = begin_save(
+        target,
+        step=5,
+        found=model.pieces,
+        optimizer=optimizer,
+        gang=gang,
+        origin=ORIGIN,
+        state=RunState(),
+        best_step=None,
+    )
+    commit_save(target, writing, gang, keep=2)
 
 
 def state_of(root: Path) -> dict[tuple[str, str], torch.Tensor]:

@@ -1,6 +1,5 @@
 """Tiny base models and adapters on disk for merge and verification tests, and PEFT's own merge of them as the oracle."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +97,4 @@ def peft_merged(base: Path, adapter: Path, dtype: torch.dtype | None = None) -> 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype or "auto")
     merged = PeftModel.from_pretrained(model, adapter).merge_and_unload(safe_merge=False)
     state: dict[str, torch.Tensor] = {name: tensor.clone() for name, tensor in merged.state_dict().items()}
-    del model, merged
-    gc.collect()
     return state

@@ -31,7 +31,7 @@ from tests.support.method_settings import SETTINGS
 from tests.support.small_gang import Unchanged, documents, whole
 from tests.support.tiny_model import plan_of, run_context, tiny_spec, write_tiny_llama
 
-STEPS = 3
+STEPS = 2
 ALL = [kind.value for kind in supported(Family.OTHER)]
 
 

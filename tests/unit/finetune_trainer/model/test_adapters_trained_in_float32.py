@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.model.dtypes import resolve_dtypes
-from tests.support.forked_ranks import Fault, run_gang, trained_files
-from tests.support.tiny_model import plan_of, run_context, tiny_spec, write_tiny_llama, write_tokenizer
+from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama, write_tokenizer
 from tests.unit.finetune_trainer.model.adapted_gang import (
     AdapterCase,
     Trained,
@@ -104,16 +103,6 @@ def test_gradients_and_merge_are_those_of_float32_within_16_bits(
     merged = load(tmp_path / "merged")
     assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
     assert torch.allclose(logits_of(merged).float(), adapted.float(), atol=0.02, rtol=0)
-
-
-def test_a_killed_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    method = {"type": "LoRA", "lora": {"r": 4, "modulesToSave": ["norm", "lm_head"]}}
-    spec = tiny_spec(method=method, merge={"enabled": False}, model={"dtype": "bfloat16"})
-    contexts = [run_context(tmp_path / name, spec) for name in ("undisturbed", "killed")]
-    assert run_gang(contexts[0]) == [0, 0]
-    run_gang(contexts[1], [Fault("train.step:optimizer_step", call=4, rank=1)])
-    assert run_gang(contexts[1]) == [0, 0]
-    assert trained_files(contexts[1]) == trained_files(contexts[0])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,11 @@
 """The process that prepares data does without torch: the model is looked at in another one, with the same answer."""
 
+import fcntl
 import os
+import pickle
 import resource
+import signal
+import stat
 import subprocess
 import sys
 from functools import partial
@@ -18,25 +22,59 @@ from finetune_trainer.roles.rehearse import ModelProcess
 from tests.support.forked_ranks import run_processes
 
 
-def test_the_other_process_finds_the_same(context, model):
+def test_the_other_process_finds_the_same_and_ends_with_its_commands(context, model):
+    """With its libraries imported it has one thread, and nothing that it does sees a device: a fork copies neither."""
     expected = check_model(context().plan, model)
-    with ModelProcess(context()) as process:
+    with ModelProcess(context()) as process, Path(os.devnull).open("wb") as nothing:
         assert process.check() == expected
+        place = Path(f"/proc/{process._child.pid}")
+        assert len(list((place / "task").iterdir())) == 1
+        variables = (place / "environ").read_text().split("\0")
+        assert {"CUDA_VISIBLE_DEVICES=", "OMP_NUM_THREADS=1"} <= set(variables)
+        os.dup2(nothing.fileno(), process._commands)
+        assert process._child.wait(120.0) == 0
     assert expected[0].trainable
 
 
-def _check_as_fork(context, expected):
+def forked(context, work=None):
+    """What a fork of a process that has imported the libraries says, and which child it was.
+
+    work: what the fork of that one does in the place of its own, which is to look at the model.
+    """
+    answer = context.claims_root / "answer"
+    assert run_processes([partial(_fork, context, work, answer)]) == [0]
+    return pickle.loads(answer.read_bytes())
+
+
+_others: set[int] = set()
+"""Pipes of the process which stands for a served role, that are no part of the product."""
+
+
+def _pipes_to_write_to():
+    held = [number for number in range(3, 200) if os.path.exists(f"/proc/self/fd/{number}")]  # noqa: PTH110
+    pipes = [number for number in held if stat.S_ISFIFO(os.fstat(number).st_mode)]
+    return {number for number in pipes if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY}
+
+
+def _fork(context, work, answer):
+    _others.update(_pipes_to_write_to())
+    if work is not None:
+        rehearse.check_within_bounds = work
     with ModelProcess(context, is_forked=True) as process:
-        return process.check() != expected or process._child.pid == os.getpid()
+        assert process._child.pid != os.getpid()
+        try:
+            found = process.check()
+        except ModelCheckError as error:
+            found = error
+    answer.write_bytes(pickle.dumps(found))
 
 
 def test_a_fork_of_a_process_that_has_imported_finds_the_same(context, model):
-    assert run_processes([partial(_check_as_fork, context(), check_model(context().plan, model))]) == [0]
+    assert forked(context()) == check_model(context().plan, model)
 
 
 def test_its_findings_arrive(context):
-    with ModelProcess(context({"method.lora.targetModules": ["nowhere"]})) as process:
-        structure, findings = process.check()
+    structure, findings = forked(context({"method.lora.targetModules": ["nowhere"]}))
     assert structure is None
     assert any("nowhere" in finding.message + finding.value for finding in findings)
 
@@ -55,51 +93,43 @@ def test_a_process_that_fails_is_reported(context, tmp_path, monkeypatch, comman
     assert classify(caught.value)[0] is failure
 
 
-FORKED = """
-import os, signal, sys
-from finetune_trainer.roles import rehearse
-def look(plan, model):
-    {work}
-rehearse.check_within_bounds = look
-sys.exit(rehearse.main(sys.argv[1:]))
-"""
+def _dies(plan, model):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def forked(context, tmp_path, monkeypatch, work):
-    """The answer of the process where its fork does this instead of its work."""
-    program = tmp_path / "program.py"
-    program.write_text(FORKED.format(work=work))
-    shell = tmp_path / "python"
-    shell.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {program} "$@"\n')
-    shell.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(shell))
-    with ModelProcess(context()) as process:
-        return process.check()
+def _raises(plan, model):
+    raise ValueError("no such luck")
 
 
-def test_a_fork_that_dies_is_told_from_one_that_runs_out_of_time(context, tmp_path, monkeypatch):
-    with pytest.raises(ModelCheckKilledError):
-        forked(context, tmp_path, monkeypatch, "os.kill(os.getpid(), signal.SIGKILL)")
+def _takes_all_its_time(plan, model):
+    os.kill(os.getpid(), signal.SIGXCPU)
 
 
-def test_a_fork_that_raises_is_a_failure_of_the_check(context, tmp_path, monkeypatch):
-    with pytest.raises(ModelCheckError, match="ended with status 1"):
-        forked(context, tmp_path, monkeypatch, "raise ValueError('no such luck')")
+def _has_one_pipe(plan, model):
+    assert len(_pipes_to_write_to() - _others) == 1
+    return b"[null, []]"
 
 
-def test_a_fork_that_takes_all_its_time_is_a_finding(context, tmp_path, monkeypatch):
-    structure, (finding,) = forked(context, tmp_path, monkeypatch, "os.kill(os.getpid(), signal.SIGXCPU)")
+def test_a_fork_that_dies_is_told_from_one_that_runs_out_of_time(context):
+    assert isinstance(forked(context(), _dies), ModelCheckKilledError)
+
+
+def test_a_fork_that_raises_is_a_failure_of_the_check(context):
+    error = forked(context(), _raises)
+    assert not isinstance(error, ModelCheckKilledError)
+    assert "ended with status 1" in str(error)
+
+
+def test_a_fork_that_takes_all_its_time_is_a_finding(context):
+    structure, (finding,) = forked(context(), _takes_all_its_time)
     assert structure is None
     assert (finding.rule, finding.severity) == ("model-not-accepted", "error")
     assert "takes more than 300 s of CPU time" in finding.message
 
 
-def test_a_fork_that_a_model_took_over_cannot_speak_for_the_process(context, tmp_path, monkeypatch):
+def test_a_fork_that_a_model_took_over_cannot_speak_for_the_process(context):
     """It holds one pipe to write to, which is that of its own answer."""
-    held = "[number for number in range(3, 200) if os.path.exists(f'/proc/self/fd/{number}')]"
-    writable = f"[number for number in {held} if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY]"
-    work = f"import fcntl; assert len({writable}) == 1; return b'[null, []]'"
-    assert forked(context, tmp_path, monkeypatch, work) == (None, [])
+    assert forked(context(), _has_one_pipe) == (None, [])
 
 
 def test_a_fork_has_the_bounds_of_the_sandbox(context, model, monkeypatch):
@@ -119,27 +149,6 @@ def test_a_fork_has_the_bounds_of_the_sandbox(context, model, monkeypatch):
     assert (1 << 32) < memory < (1 << 40)
     assert core == 0
     assert resource.getrlimit(resource.RLIMIT_CPU)[0] != seconds
-
-
-def test_a_process_that_is_told_nothing_ends_with_its_commands(context):
-    with ModelProcess(context()) as process, Path(os.devnull).open("wb") as nothing:
-        os.dup2(nothing.fileno(), process._commands)
-        assert process._child.wait(120.0) == 0
-
-
-def test_libraries_are_imported_without_a_thread_or_a_device():
-    """A fork copies neither."""
-    code = (
-        "import os, signal\n"
-        "from finetune_trainer.roles.rehearse import import_libraries, on_cpu\n"
-        "os.environ.update(on_cpu())\n"
-        "from tests.support.tiny_model import plan_of, tiny_spec\n"
-        "import_libraries(plan_of(tiny_spec()))\n"
-        "import torch\n"
-        "print(len(os.listdir('/proc/self/task')), torch.cuda.is_initialized(), torch.get_num_threads())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=False, env=os.environ, capture_output=True, text=True)
-    assert done.stdout.split() == ["1", "False", "1"], done.stderr
 
 
 def test_preflight_itself_needs_no_torch():

@@ -17,6 +17,9 @@ from finetune_trainer.processes.forked import BoundsExceededError, ResourceBound
 from tests.support.living import living
 from tests.unit.finetune_trainer.processes.hostile_children import opened, taken_over
 
+BOUND = 0.5
+"""Seconds of processor time that is exceeded on purpose."""
+
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
@@ -62,7 +65,7 @@ def busy(seconds: float) -> None:
 
 
 def test_children_that_compute_too_long_exceed_their_processor_time(tmp_path: Path) -> None:
-    bounds = ResourceBounds(time.monotonic() + 120, 1 << 40, _used() + 2)
+    bounds = ResourceBounds(time.monotonic() + 120, 1 << 40, _used() + BOUND)
     with pytest.raises(BoundsExceededError, match="of processor time"):
         run_children({"one": lambda: busy(3600), "two": lambda: time.sleep(3600)}, tmp_path, bounds, together=False)
 
@@ -70,9 +73,9 @@ def test_children_that_compute_too_long_exceed_their_processor_time(tmp_path: Pa
 def test_what_a_running_child_has_used_so_far_counts() -> None:
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        while sum(psutil.Process(process.pid).cpu_times()[:2]) < 3:
+        while sum(psutil.Process(process.pid).cpu_times()[:2]) < 2 * BOUND:
             time.sleep(0.1)
-        bounds = ResourceBounds(time.monotonic() + 300, 1 << 40, _used() + 2)
+        bounds = ResourceBounds(time.monotonic() + 300, 1 << 40, _used() + BOUND)
         bounds.look([])
         with pytest.raises(BoundsExceededError, match="of processor time"):
             bounds.look([process.pid])
@@ -82,9 +85,9 @@ def test_what_a_running_child_has_used_so_far_counts() -> None:
 
 
 def test_what_children_that_have_ended_took_counts_as_well() -> None:
-    bounds = ResourceBounds(time.monotonic() + 300, 1 << 40, _used() + 2)
+    bounds = ResourceBounds(time.monotonic() + 300, 1 << 40, _used() + BOUND)
     bounds.look([])
-    computing = "import time\nwhile time.process_time() < 3: pass"
+    computing = f"import time\nwhile time.process_time() < {2 * BOUND}: pass"
     subprocess.run([sys.executable, "-c", computing], check=True)
     with pytest.raises(BoundsExceededError, match="of processor time"):
         bounds.look([])
@@ -93,8 +96,8 @@ def test_what_children_that_have_ended_took_counts_as_well() -> None:
 def test_a_child_that_waits_takes_no_processor_time() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     try:
-        bounds = ResourceBounds(time.monotonic() + 300, 1 << 40, _used() + 2)
-        time.sleep(3)
+        bounds = ResourceBounds(time.monotonic() + 300, 1 << 40, _used() + BOUND)
+        time.sleep(2 * BOUND)
         bounds.look([process.pid])
     finally:
         process.kill()

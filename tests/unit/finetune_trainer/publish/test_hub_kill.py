@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.kill.publish_hub import run
 
 
+@pytest.mark.nightly  # The kill suite does the same with other moments.
 def test_killed_publications_show_all_or_nothing_and_go_on_where_they_were():
     outcomes = run(runs=6, seed=7)
     assert [outcome.problem for outcome in outcomes if outcome.problem] == []

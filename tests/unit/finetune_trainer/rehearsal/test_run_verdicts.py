@@ -93,14 +93,20 @@ def test_a_job_that_goes_right_passes(model: Path, tmp_path: Path) -> None:
     "spec",
     [
         tiny_spec(method={"type": "QDoRA", "lora": {"r": 4, "loraDropout": "0.1"}}, merge={"base": "Dequantized"}),
-        tiny_spec(method={"type": "Full", "lora": None}, parallelism={"processesPerNode": 4, "fsdp": {"version": 1}}),
         tiny_spec(
-            method={"type": "LoRA", "lora": {"r": 4, "modulesToSave": ["lm_head"], "initLoraWeights": "pissa_niter_4"}},
-            parallelism={"processesPerNode": 2, "fsdp": {"offloadParams": True}},
+            method={"type": "Full", "lora": None},
+            parallelism={"processesPerNode": 4, "fsdp": {"version": 1, "offloadParams": True}},
+        ),
+        pytest.param(
+            tiny_spec(
+                method={"type": "LoRA", "lora": {"r": 4, "modulesToSave": ["lm_head"], "initLoraWeights": "pissa_niter_4"}},
+                parallelism={"processesPerNode": 2, "fsdp": {"offloadParams": True}},
+            ),
+            marks=pytest.mark.nightly,
         ),
         tiny_spec(method={"type": "VeRA", "lora": None, "settings": {"r": 512}}, parallelism={"processesPerNode": 1}),
     ],
-    ids=["qdora-dropout", "full-fsdp1", "offloaded-and-saved", "vera-alone"],
+    ids=["qdora-dropout", "full-fsdp1-offloaded", "saved-and-decomposed", "vera-alone"],
 )
 def test_other_methods_pass_on_twins_of_a_large_model(spec: dict[str, Any], tmp_path: Path) -> None:
     large = write_headers(tmp_path / "large")
@@ -132,6 +138,8 @@ class Planted:
     function: str
     wrapper: Callable[..., Any]
     stage: Stage
+    ranks: int = 2
+    """One if nothing that they do together goes wrong, which takes half of the time."""
 
     def __call__(self) -> None:
         wrap(self.function, self.wrapper)
@@ -196,19 +204,20 @@ def named_field(_original: Callable[..., Any], *_arguments: Any, **_named: Any) 
 
 
 FAULTS = {
-    "no-checkpoint": Planted("checkpoint.checkpoints:begin_save", unlucky, Stage.TRAIN),
-    "part-of-an-adapter": Planted("train.export:save_file", empty_adapter, Stage.TRAIN),
-    "resumes-without-moments": Planted("checkpoint.checkpoints:load", without_moments, Stage.RESUME),
+    "no-checkpoint": Planted("checkpoint.checkpoints:begin_save", unlucky, Stage.TRAIN, 1),
+    "part-of-an-adapter": Planted("train.export:save_file", empty_adapter, Stage.TRAIN, 1),
+    "resumes-without-moments": Planted("checkpoint.checkpoints:load", without_moments, Stage.RESUME, 1),
     "old-values-stay-gathered": Planted("train.step:reducing", never_gathered_again, Stage.RESUME),
     "gradient-of-one-tensor": Planted("train.step:local_gradients", weaker_last_layer, Stage.COMPARE),
-    "merges-nothing": Planted("roles.merge:merge_adapter", copied_base, Stage.MERGE),
+    "merges-nothing": Planted("roles.merge:merge_adapter", copied_base, Stage.MERGE, 1),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found_in_its_stage(model: Path, tmp_path: Path, name: str) -> None:
     fault = FAULTS[name]
-    report = rehearsed(plan_of(tiny_spec()), model, tmp_path / "root", fault)
+    spec = tiny_spec(parallelism={"processesPerNode": fault.ranks})
+    report = rehearsed(plan_of(spec), model, tmp_path / "root", fault)
     assert report.verdict is Verdict.FAILED, report
     assert [result.stage for result in report.stages if result.problem][:1] == [fault.stage]
     (finding,) = report.findings
@@ -220,7 +229,11 @@ def test_a_planted_fault_is_found_in_its_stage(model: Path, tmp_path: Path, name
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (partial(wrap, "train.step:local_gradients", weaker_last_layer), "in step 1 the gradient of"),
+        pytest.param(
+            partial(wrap, "train.step:local_gradients", weaker_last_layer),
+            "in step 1 the gradient of",
+            marks=pytest.mark.nightly,  # With 32 bits it is planted above.
+        ),
         (partial(wrap, "train.step:local_gradients", lost_on_a_rank), "in step 2 the gradient of"),
         (without_a_micro_step, "gradient norm"),
     ],

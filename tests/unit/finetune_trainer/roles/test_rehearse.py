@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +20,15 @@ from finetune_job.api.job import RunSpec
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.failures import FailureClass, Outcome
 from finetune_job.plan.resolve import placement_of
+from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.inspection.report import RehearsalReport, Stage, StageResult, Verdict, read_report
+from finetune_trainer.processes.forked import ResourceBounds, run_children
+from finetune_trainer.rehearsal.child_tasks import make_model_in_child
+from finetune_trainer.rehearsal.scaled_model import RehearsalPaths
 from finetune_trainer.rehearsal.verdicts import not_done_finding
 from finetune_trainer.roles import preflight
 from finetune_trainer.roles import rehearse as process
+from tests.support.forked_ranks import run_processes
 from tests.support.living import living
 from tests.unit.finetune_trainer.preflight.conftest import claims, context, made_claims, manifest, model
 
@@ -214,59 +224,42 @@ RANK = """
 import sys
 from pathlib import Path
 from finetune_job.plan.run_plan import RunPlan
-from finetune_trainer.rehearsal.child_tasks import run_rank
-from finetune_trainer.rehearsal.scaled_model import RehearsalPaths
-root, run, store, rank = sys.argv[1:]
+from tests.unit.finetune_trainer.roles.test_rehearse import train_alone
 import torch
 torch.set_num_threads(1)
-context = RehearsalPaths(Path(root)).run(run, RunPlan.model_validate_json((Path(root) / "plan.json").read_bytes()))
-run_rank(context, int(rank), 2, store)
+train_alone(RunPlan.model_validate_json(sys.stdin.buffer.read()), Path(sys.argv[1]), "started")
 """
 
 
-def test_forked_ranks_learn_what_started_ones_learn(context: Any, model: Path, tmp_path: Path) -> None:
-    """To the bit: losses, norms, and the adapter's bytes."""
-    import os
-    import subprocess
+def train_alone(plan: RunPlan, root: Path, run: str) -> None:
+    """A rank of a rehearsal, in this process."""
+    from finetune_trainer.rehearsal.child_tasks import run_rank
 
-    job = context({"preflight.rehearsal": "Run"})
-    forked = tmp_path / "forked.py"
-    forked.write_text(
-        "import os, sys, time\nfrom functools import partial\nfrom pathlib import Path\n"
-        "from finetune_job.plan.run_plan import RunPlan\n"
-        "from finetune_trainer.roles.rehearse import import_libraries\n"
-        "plan, model, root = RunPlan.model_validate_json(sys.stdin.buffer.read()), Path(sys.argv[1]), Path(sys.argv[2])\n"
-        "import_libraries(plan)\n"
-        "from finetune_trainer.processes.forked import ResourceBounds, run_children\n"
-        "from finetune_trainer.rehearsal import child_tasks\n"
-        "from finetune_trainer.rehearsal.scaled_model import RehearsalPaths\n"
-        "paths, bounds = RehearsalPaths(root), ResourceBounds(time.monotonic() + 300, 1 << 40)\n"
-        "made = run_children({'m': partial(child_tasks.make_model_in_child, plan, model, paths)}, root, bounds, together=True)\n"
-        "(root / 'plan.json').write_text(made['m'].value['plan'])\n"
-        "context = paths.run('forked', RunPlan.model_validate_json(made['m'].value['plan']))\n"
-        "store = f'file://{root}/forked.store'\n"
-        "ranks = {f'r{n}': partial(child_tasks.run_rank, context, n, 2, store) for n in range(2)}\n"
-        "ended = run_children(ranks, root, bounds, together=True)\n"
-        "assert [each.problem for each in ended.values()] == ['', ''], ended\n"
-        "os._exit(0)\n"
-    )
-    root = tmp_path / "root"
-    root.mkdir()
-    environment = {**os.environ, **process.on_cpu()}
-    given = job.plan.model_dump_json().encode()
-    subprocess.run([sys.executable, str(forked), str(model), str(root)], input=given, check=True, env=environment)
-    started = tmp_path / "rank.py"
-    started.write_text(RANK)
-    store = f"file://{root}/started.store"
-    command = [sys.executable, str(started), str(root), "started", store]
-    (root / "started").mkdir(parents=True, exist_ok=False)
-    (root / "started").rmdir()
-    ranks = [subprocess.Popen([*command, "0"], env=environment)]
-    while not (root / "started").exists():
-        assert ranks[0].poll() is None
-    ranks.append(subprocess.Popen([*command, "1"], env=environment))
-    assert [rank.wait(300) for rank in ranks] == [0, 0]
-    found, wanted = (root / name / "workspace" for name in ("forked", "started"))
+    run_rank(RehearsalPaths(root).run(run, plan), 0, 1, f"file://{root}/{run}.store")
+
+
+def _train_in_forks(plan: RunPlan, model: Path, root: Path) -> int:
+    """As a rehearsal does: the scaled-down model in one fork, the rank in another."""
+    bounds = ResourceBounds(time.monotonic() + 300, 1 << 40)
+
+    def in_fork(task: Callable[[], Any]) -> Any:
+        ended = run_children({"task": task}, root, bounds, together=True)["task"]
+        assert ended.problem == ""
+        return ended.value
+
+    made = in_fork(partial(make_model_in_child, plan, model, RehearsalPaths(root)))["plan"]
+    (root / "plan.json").write_text(made)
+    in_fork(partial(train_alone, RunPlan.model_validate_json(made), root, "forked"))
+    return 0
+
+
+def test_a_forked_rank_learns_what_a_started_one_learns(context: Any, model: Path, tmp_path: Path) -> None:
+    """To the bit: losses, norms, and the adapter's bytes."""
+    plan = context({"preflight.rehearsal": "Run", "parallelism.processesPerNode": 1}).plan
+    assert run_processes([partial(_train_in_forks, plan, model, tmp_path)]) == [0]
+    given, environment = (tmp_path / "plan.json").read_bytes(), {**os.environ, **process.on_cpu()}
+    subprocess.run([sys.executable, "-c", RANK, str(tmp_path)], input=given, check=True, env=environment)
+    found, wanted = (tmp_path / name / "workspace" for name in ("forked", "started"))
     lines = [[json.loads(line) for line in (each / "history.jsonl").read_text().splitlines()] for each in (found, wanted)]
     said = [[(line["step"], line.get("loss"), line.get("gradient_norm")) for line in each] for each in lines]
     assert said[0] == said[1]

@@ -1,4 +1,4 @@
-"""The train role as a pod runs it: real processes, real torchrun."""
+"""The train role as a pod runs it: real torchrun and ranks. Supervisors are forked; end-to-end tests start them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -17,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -35,6 +34,7 @@ from finetune_trainer.roles.train import (
     torchrun_arguments,
     wait_until_resolved,
 )
+from tests.support.forked_pods import PodServer
 from tests.support.forked_ranks import run_processes
 from tests.support.tiny_model import run_context, tiny_spec
 
@@ -45,7 +45,7 @@ ENDLESS = {"maxSteps": 100_000, "globalBatchSize": 2}
 class Pod:
     """One supervisor."""
 
-    def __init__(self, context: RunContext, port: int, node_rank: int = 0) -> None:
+    def __init__(self, server: PodServer, context: RunContext, port: int, node_rank: int = 0) -> None:
         self.context = context
         self.termination_log = context.claims_root / f"termination-{node_rank}.json"
         arguments: dict[str, Any] = {
@@ -58,10 +58,7 @@ class Pod:
             "--node-rank": node_rank,
             "--observe-port": 0,
         }
-        command = [sys.executable, "-m", "finetune_trainer", "train", *(str(part) for pair in arguments.items() for part in pair)]
-        self.process = subprocess.Popen(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True, stdout=subprocess.DEVNULL
-        )
+        self.process = server.start("finetune_trainer", ["train", *(part for pair in arguments.items() for part in pair)])
 
     def report(self) -> TerminationReport:
         """After the end."""
@@ -102,12 +99,18 @@ def eventually(condition: Callable[[], Any]) -> Any:
     raise AssertionError("the deadline passed")
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[PodServer]:
+    with PodServer() as server:
+        yield server
+
+
 @pytest.fixture
-def start() -> Iterator[Callable[..., Pod]]:
+def start(server: PodServer) -> Iterator[Callable[..., Pod]]:
     pods: list[Pod] = []
 
     def starter(context: RunContext, port: int, node_rank: int = 0) -> Pod:
-        pods.append(Pod(context, port, node_rank))
+        pods.append(Pod(server, context, port, node_rank))
         return pods[-1]
 
     yield starter
@@ -153,7 +156,6 @@ def test_a_killed_rank_is_named_as_the_cause(tmp_path: Path, port: int, start: C
     context = run_context(tmp_path, tiny_spec(training=ENDLESS, checkpoint={"everySteps": 1000}))
     pod = start(context, port)
     pod.wait_for_step(2)
-    # Found by the supervisor's command line, which only a fork has: so no import has touched a device.
     os.kill(pid_of_rank(pod, 1), signal.SIGKILL)
     report = pod.report()
     assert (report.failure, report.rank) == (FailureClass.INTERNAL, 1)
@@ -194,12 +196,12 @@ def test_sigterm_again_and_again_is_one_sigterm(tmp_path: Path, port: int, start
 
 
 def pid_of_rank(pod: Pod, rank: int) -> int:
-    """The process of this rank below this supervisor."""
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdigit() and name_of_process(int(directory.name)) == rank_process_name(rank):
-            command = (directory / "cmdline").read_bytes()
-            if str(pod.context.claims_root).encode() in command:
-                return int(directory.name)
+    """The process of this rank below this supervisor, whose command line only a fork has: so no import has touched a device."""
+    supervisor = psutil.Process(pod.process.pid)
+    for process in supervisor.children(recursive=True):
+        if name_of_process(process.pid) == rank_process_name(rank):
+            assert process.cmdline() == supervisor.cmdline()
+            return process.pid
     raise AssertionError(f"rank {rank} does not run")
 
 
@@ -241,20 +243,19 @@ def test_waiting_for_a_master_ends_when_a_stop_is_asked_for() -> None:
     wait_until_resolved("master.invalid", stopped)
 
 
-def test_a_rank_that_waits_for_others_ends_at_once_on_sigterm(tmp_path: Path, port: int) -> None:
+def test_a_rank_that_waits_for_others_ends_at_once_on_sigterm(tmp_path: Path, port: int, server: PodServer) -> None:
     """Others may have been ended before they could take the same signal; it waited for them as long as saving may take."""
     context = run_context(tmp_path, tiny_spec(parallelism={"nodes": 1, "processesPerNode": 2}))
     arguments = ["--plan", str(context.workspace.root / "plan.json"), "--plan-sha256", context.plan_sha256]
     arguments += ["--claims-root", str(tmp_path), "--observe-port", "0"]
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "finetune_trainer.train", *arguments]
-    rank = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **place})
+    rank = server.start("finetune_trainer.train", arguments, place)
     try:
         eventually(lambda: _listens(port))
-        rank.terminate()
+        rank.send_signal(signal.SIGTERM)
         assert rank.wait(30) == -signal.SIGTERM
     finally:
-        rank.kill()
+        rank.send_signal(signal.SIGKILL)
         rank.wait()
     assert not context.workspace.checkpoints.exists()
 

@@ -304,12 +304,12 @@ print(peak() - before)
 
 
 def test_memory_is_bounded_by_neither_the_model_nor_its_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 10, "num_attention_heads": 8}
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 8}
     monkeypatch.setitem(bench_model.SIZES, "long", {**shape, "num_key_value_heads": 2, "vocab_size": 131072})
     base_bytes = bench_model.write_base(tmp_path / "base", "long")
     adapter_bytes = bench_model.write_adapter(tmp_path / "adapter", "long", tmp_path / "base")
     command = [sys.executable, "-W", "ignore", "-c", MEASURE, str(tmp_path / "base"), str(tmp_path / "adapter")]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
     # Embeddings and head are 256 MiB each: neither is ever whole.
-    assert base_bytes > 750 << 20
+    assert base_bytes > 600 << 20
     assert int(done.stdout) < (280 << 20) + 2 * adapter_bytes
