@@ -10,7 +10,7 @@ from torch import nn
 
 from finetune_trainer.data.batches import IGNORED_LABEL, Batch, PreparedSplit
 from finetune_trainer.errors import InvariantError
-from finetune_trainer.model import packed_documents
+from finetune_trainer.model import packed_documents, variable_length
 from finetune_trainer.model.objective import BatchSize
 from finetune_trainer.objective import head
 from finetune_trainer.objective.cross_entropy import Targets, cross_entropy_of
@@ -38,14 +38,15 @@ class NextToken:
     ) -> torch.Tensor:
         """`weight` times the summed cross-entropy.
 
-        The model gets no attention mask: positions that start again at 0 keep documents apart.
+        The model gets no attention mask: positions that start again at 0 keep documents apart, or their bounds do.
         """
         targets = targets_of(batch.labels, weight, device)
         context: AbstractContextManager[object] = torch.autocast(device.type, dtype=autocast) if autocast else nullcontext()
         positions = batch.position_ids.to(device, non_blocking=True)
+        bounds = variable_length.document_bounds(batch.position_ids, device) if variable_length.is_installed(model) else {}
         with context, packed_documents.documents_apart(positions), head.scored(targets) as scoring:
             output = model(
-                input_ids=batch.input_ids.to(device, non_blocking=True), position_ids=positions, use_cache=False
+                input_ids=batch.input_ids.to(device, non_blocking=True), position_ids=positions, use_cache=False, **bounds
             ).logits
         loss = scoring.loss
         if loss is None:
