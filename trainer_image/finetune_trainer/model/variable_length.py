@@ -134,7 +134,7 @@ def attend(  # noqa: PLR0917 - transformers passes them in this way
     return result.view(rows, length, *result.shape[1:]), None
 
 
-def _kernel(device_type: str) -> Callable[..., torch.Tensor]:
+def _kernel(device_type: str) -> Callable[..., Any]:
     if device_type == "cpu":
         return by_document
     # Only here, because the CPU needs none of it.
@@ -164,10 +164,10 @@ def by_document(  # noqa: PLR0917 - as torch's
         raise ValueError("only causal attention of a document to itself")
     parts = []
     for start, stop in pairwise(cu_seq_q.tolist()):
-        one = [each[start:stop].transpose(0, 1)[None] for each in (query, key, value)]
+        queries, keys, values = (each[start:stop].transpose(0, 1)[None] for each in (query, key, value))
         mask = _window(stop - start, window_size[0], query.device)
         found = functional.scaled_dot_product_attention(
-            *one, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
         )
         parts.append(found[0].transpose(0, 1))
     return torch.cat(parts)
