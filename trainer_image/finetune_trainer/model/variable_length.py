@@ -18,6 +18,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
 from finetune_job.plan.run_plan import ATTENTION_FIELD
+from finetune_trainer.data.batches import to_device
 from finetune_trainer.errors import ConfigError
 
 NAME = "finetune_varlen"
@@ -76,7 +77,7 @@ def document_bounds(positions: torch.Tensor, device: torch.device) -> dict[str, 
     starts = (positions.flatten() == 0).nonzero().flatten()
     bounds = torch.cat([starts, torch.tensor([positions.numel()])])
     longest = int(bounds.diff().max())
-    on_device = bounds.to(torch.int32).to(device, non_blocking=True)
+    on_device = to_device(bounds.to(torch.int32), device)
     return {"cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device, "max_length_q": longest, "max_length_k": longest}
 
 
