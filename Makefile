@@ -151,7 +151,7 @@ bench-operator: environment ## Pace and cost of the operator with JOBS jobs on a
 	$(PYTHON) -m tests.support.cluster.binaries
 	$(PYTHON) -m bench.operator_pace --jobs $(JOBS) --keep-results
 
-.PHONY: bench-merge bench-merge-7b bench-chain bench-trainer bench-gpu bench-prepare bench-prepare-memory bench-preflight bench-memory bench-validate bench-starts
+.PHONY: bench-merge bench-merge-7b bench-chain bench-trainer bench-gpu gpu-check bench-prepare bench-prepare-memory bench-preflight bench-memory bench-validate bench-starts
 bench-merge: environment ## Merges (Llama 1.1B, Qwen2 0.5B, GPT-2 medium) against PEFT and a plain copy: time and memory, RUNS rounds
 	$(PYTHON) -m bench.merge --pairs $(RUNS)
 	$(PYTHON) -m bench.merge --pairs $(RUNS) --parameters "Qwen2 0.5B"
@@ -174,6 +174,8 @@ bench-starts: environment ## Seconds of each role of a local run, and from a ran
 	$(PYTHON) -m bench.starts
 bench-gpu: environment ## LoRA of an 8B-class model on a GPU next to TRL; says so where there is none
 	$(PYTHON) -m bench.gpu --runs $(RUNS)
+gpu-check: environment ## What only a GPU can show, in tiers: kernels, methods, resume, planner, out-of-memory, throughput; on the CPU at toy size
+	$(PYTHON) -m bench.gpu.check
 bench-prepare-memory: environment ## Memory of preparing 10 GB: 16 GB of disk, a quarter of an hour; fails at 1 GiB
 	$(PYTHON) -m bench.prepare --bytes 10GB --runs 1 --ours-only --tokenizer words
 bench-prepare: environment ## Preparing 1 GB of text against datasets.map: MB per second and memory

@@ -25,7 +25,7 @@ from peft import get_peft_model
 from bench.gpu.contender import SIZES, WARM_UP_STEPS, adapter, documents, make_model
 from finetune_trainer.observe.flops import model_cost, peak_flops
 
-RESULT = Path(__file__).parents[1] / "results" / "gpu.json"
+RESULT = Path(__file__).parents[1] / "results" / "gpu" / "speed.json"
 CONTENDERS = ("ours", "trl")
 TARGET_TOKENS_PER_SECOND, STRETCH_TOKENS_PER_SECOND = 12_500, 15_000
 
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         print(line(name, found, flops, ranks))
     if not arguments.tiny:
         print(f"target {TARGET_TOKENS_PER_SECOND} tokens/s on one H100 or H200, stretch {STRETCH_TOKENS_PER_SECOND}")
-        RESULT.parent.mkdir(exist_ok=True)
+        RESULT.parent.mkdir(parents=True, exist_ok=True)
         RESULT.write_text(json.dumps({"size": size, "ranks": ranks, "runs": runs}, indent=2) + "\n")
     return 0
 

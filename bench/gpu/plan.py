@@ -12,6 +12,8 @@ RANK, ALPHA, RATE, SEED = 16, 32, 1e-4, 5
 def spec_of(steps: int, settings: dict[str, Any], ranks: int) -> dict[str, Any]:
     """One pod with a GPU for each rank; what is not said here is left open, as in most jobs."""
     return tiny_spec(
+        # What preflight chooses on a GPU, where a profile names one.
+        model={"attention": "varlen"},
         data={"maxSequenceLength": settings["length"], "validation": None},
         method={"type": "LoRA", "lora": {"r": RANK, "loraAlpha": ALPHA, "loraDropout": "0"}},
         training={

@@ -40,8 +40,8 @@ def main() -> int:
         print("GPU: this machine has none, so peaks of allocated memory were not measured")
         return int(worst > TOLERANCE)
     worst_gpu = 0.0
-    for case in _gpu_cases():
-        worst_gpu = max(worst_gpu, _print(case.name, _predicted_allocation(case), _measured_allocation(case)))
+    for case in gpu_cases():
+        worst_gpu = max(worst_gpu, _print(case.name, predicted_allocation(case), measured_allocation(case)))
     print(f"GPU ({torch.cuda.get_device_name()}): largest error {worst_gpu:.1%}")
     return int(max(worst, worst_gpu) > TOLERANCE)
 
@@ -52,18 +52,20 @@ def _print(name: str, expected: int, measured: int) -> float:
     return abs(error)
 
 
-def _gpu_cases() -> list[MemoryCase]:
+def gpu_cases() -> list[MemoryCase]:
     llama = config_of("llama", **GPU_SIZES)
     lora = {"method": {"type": "LoRA", "lora": {"r": 16}}}
     full = {"method": {"type": "Full", "lora": None}}
     recomputed = {"training": {"activationCheckpointing": "Full"}}
     selective = {"training": {"activationCheckpointing": "Selective"}}
+    bounds = {"model": {"attention": "varlen"}}
     return [
         MemoryCase("GPU: llama 1B, LoRA, 4 x 2048", llama, lora, rows=4, length=2048),
         MemoryCase(
             "GPU: llama 1B, LoRA, bf16, 4 x 2048", llama, {**lora, "training": {"precision": "bf16"}}, rows=4, length=2048
         ),
         MemoryCase("GPU: llama 1B, LoRA, packed, 4 x 2048", llama, lora, rows=4, length=2048, is_packed=True),
+        MemoryCase("GPU: llama 1B, LoRA, bounds, 4 x 2048", llama, {**lora, **bounds}, rows=4, length=2048, is_packed=True),
         MemoryCase("GPU: llama 1B, LoRA, recomputed", llama, {**lora, **recomputed}, rows=4, length=2048),
         MemoryCase("GPU: llama 1B, LoRA, Selective", llama, {**lora, **selective}, rows=4, length=2048),
         MemoryCase("GPU: llama 1B, LoRA, eager, 1 x 2048", llama, {**lora, "model": {"attention": "eager"}}, rows=1, length=2048),
@@ -72,11 +74,11 @@ def _gpu_cases() -> list[MemoryCase]:
     ]
 
 
-def _predicted_allocation(case: MemoryCase) -> int:
+def predicted_allocation(case: MemoryCase) -> int:
     return sum(term.bytes for term in predicted(case, torch.device("cuda")).terms if term.name not in ASSUMED)
 
 
-def _measured_allocation(case: MemoryCase) -> int:
+def measured_allocation(case: MemoryCase) -> int:
     device, plan = torch.device("cuda"), case.plan
     model = built(case, device)
     dtypes = resolve_dtypes(plan, getattr(torch, case.stored))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from finetune_job.api.inputs import Attention
 from finetune_job.api.pod_settings import quantity_bytes
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
@@ -12,6 +13,7 @@ from finetune_job.plan.launch_plan import Placement
 from finetune_job.plan.run_plan import Choice, RunPlan
 from finetune_memory.activations import read_layers
 from finetune_memory.alternatives import MAX_RANKS_FACTOR, Alternative, Site, cheapest_fitting, leanest
+from finetune_memory.attention import choose_attention, trains_on_gpu, varlen_problem
 from finetune_memory.batches import Predict, choose_batches, choose_resharding
 from finetune_memory.estimate import Estimate, estimate
 from finetune_memory.limit import MemoryLimit, format_bytes
@@ -92,7 +94,9 @@ def judge_memory(
 ) -> MemoryVerdict:
     """`stored`: element type of the base model's files. `longest`: tokens of the longest record; None: as many as are allowed."""
     predict = predictor(shape, stored, limit, longest=longest)
-    batches = choose_batches(plan, limit, predict)
+    attention = choose_attention(plan, varlen_problem(plan, shape.facts, stored))
+    plan = plan.with_choices(attention)
+    batches = (*attention, *choose_batches(plan, limit, predict))
     plan = plan.with_choices(batches)
     resharding = choose_resharding(plan, limit, predict)
     if resharding is not None:
@@ -108,13 +112,15 @@ def judge_memory(
 
 
 def workload(plan: RunPlan, limit: MemoryLimit | None, longest: int | None = None) -> Workload:
-    """The largest batch of a job. Its rows hold several documents, or are padded, and either takes a mask."""
+    """The largest batch of a job. Its rows hold several documents, or are padded, and most kinds of attention take a mask."""
     length = plan.data.max_sequence_length
     if longest is not None and not plan.data.packing:
         length = min(length, longest)
-    on_gpu = limit.is_device if limit is not None else plan.placement is not None and plan.placement.gpu_resource_name is not None
     return Workload(
-        rows=plan.training.micro_batch_size, length=-(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, has_mask=True, on_gpu=on_gpu
+        rows=plan.training.micro_batch_size,
+        length=-(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE,
+        has_mask=plan.model.attention is not Attention.VARLEN,
+        on_gpu=limit.is_device if limit is not None else trains_on_gpu(plan),
     )
 
 

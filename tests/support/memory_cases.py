@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from finetune_job.api.inputs import Attention
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.adapters import trained_parameters
@@ -16,6 +17,7 @@ from finetune_memory.estimate import Estimate, estimate
 from finetune_memory.families import base_parameters
 from finetune_memory.model_shape import ModelShape, Workload, facts_of
 from finetune_trainer.data.batches import Batch
+from finetune_trainer.model import variable_length
 from finetune_trainer.model.activation_checkpointing import checkpoint_activations
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.dtypes import resolve_dtypes
@@ -106,7 +108,8 @@ def predicted(case: MemoryCase, device: torch.device) -> Estimate:
     base = base_parameters(case.config, elements.load)
     parameters = trained_parameters(base, plan.method, elements.load, case.config["model_type"])
     shape = ModelShape(parameters, (), facts_of(case.config))
-    work = Workload(case.rows, case.length, has_mask=case.is_packed, on_gpu=device.type == "cuda")
+    has_mask = case.is_packed and plan.model.attention is not Attention.VARLEN
+    work = Workload(case.rows, case.length, has_mask=has_mask, on_gpu=device.type == "cuda")
     return estimate(plan, shape, elements, work)
 
 
@@ -121,6 +124,8 @@ def built(case: MemoryCase, device: torch.device) -> torch.nn.Module:
     base.config.use_cache = False
     model: torch.nn.Module = attach(base, plan) if plan.method.trains_adapter else base
     checkpoint_activations(base, plan.training.activation_checkpointing)
+    if plan.model.attention is Attention.VARLEN:
+        variable_length.install(base)
     NextToken().install(model)
     model.to(device).train()
     return model

@@ -107,6 +107,7 @@ COVERED_BY = {
     "finetune_trainer/model/objective.py": "finetune_trainer/objective/test_next_token.py",
     "finetune_trainer/model/wrap_plan.py": "finetune_trainer/model/test_trained_parts.py",
     "finetune_trainer/network/hub_answers.py": "finetune_trainer/publish/test_hub.py",
+    "finetune_trainer/preflight/attention.py": "finetune_trainer/model/test_variable_length.py",
     "finetune_trainer/preflight/checks.py": "finetune_trainer/preflight/test_refused_jobs.py",
     "finetune_trainer/preflight/places.py": "finetune_trainer/preflight/test_refused_jobs.py",
     "finetune_trainer/preflight/library_errors.py": "finetune_trainer/preflight/test_refused_jobs.py",

@@ -12,7 +12,12 @@ class Attention(StrEnum):
     """Attention implementations that keep packed documents apart on every device."""
 
     SDPA = "sdpa"
+    """torch's scaled dot product, with a mask that keeps packed documents apart."""
     EAGER = "eager"
+    """Products and softmax one after the other: of models whose attention has no other form."""
+    VARLEN = "varlen"
+    """torch's attention of documents of different lengths (`torch.nn.attention.varlen`): no mask, and no pair of tokens of two
+    documents is computed. On a GPU of compute capability 8.0 or later, in 16 bits; a CPU computes one document at a time."""
 
 
 class ModelSpec(ApiModel):
@@ -29,7 +34,8 @@ class ModelSpec(ApiModel):
     dtype: Dtype | None = None
     """Element type in which the base model is held. Unset: the type its weights are stored in, as config.json says."""
     attention: Attention | None = None
-    """Attention implementation. Unset: sdpa."""
+    """Attention implementation. Unset: on a GPU varlen if the model's attention can be computed so, which preflight measures;
+    else sdpa."""
     max_positions: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
     """Longest record, in tokens, of a model whose positions are rotary: they can be computed beyond what the model has learnt.
     Other models do not look at it. Unset: as config.json says, stretched by its rotary scaling."""

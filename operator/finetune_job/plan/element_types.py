@@ -47,7 +47,12 @@ class Elements:
     @property
     def product(self) -> int:
         """Bytes of a value of a matrix product."""
-        return DTYPE_BYTES[self.param or self.load]
+        return DTYPE_BYTES[self.computed]
+
+    @property
+    def computed(self) -> str:
+        """Element type of matrix products."""
+        return self.param or self.load
 
     def adapter(self, held: str) -> int:
         """Bytes of a value that an adapter computes with."""

@@ -21,6 +21,7 @@ from finetune_job.plan.launch_plan import PlacedPods, Placement, PodPlacement, P
 from finetune_job.plan.resolve_model import fsdp_plan, method_plan
 from finetune_job.plan.resolve_training import checkpoint_plan, evaluation_plan, training_plan
 from finetune_job.plan.run_plan import (
+    ATTENTION_FIELD,
     Choices,
     JobIdentity,
     MergePlanSettings,
@@ -50,7 +51,7 @@ def resolve(
             name=base_model_name(spec.model),
             revision=spec.model.revision,
             dtype=spec.model.dtype,
-            attention=choices.pick("model.attention", spec.model.attention, Attention.SDPA, "keeps packed documents apart"),
+            attention=attention_of(spec, profile, choices),
             max_positions=spec.model.max_positions,
             allow_remote_code=spec.model.allow_remote_code,
         ),
@@ -75,6 +76,14 @@ def resolve(
         placement=None if profile is None else placement_of(profile_name or spec.profile or DEFAULT_PROFILE, profile, spec.run),
         choices=tuple(choices.made),
     )
+
+
+def attention_of(spec: FineTuneJobSpec, profile: FineTuneProfileSpec | None, choices: Choices) -> Attention:
+    """Which kernels there are for the model, its own structure says, which preflight reads."""
+    if profile is None or profile.gpu is None:
+        return choices.pick("model.attention", spec.model.attention, Attention.SDPA, "keeps packed documents apart")
+    reason = "preflight chooses: varlen if the model's attention can be computed document by document, else sdpa"
+    return choices.leave(ATTENTION_FIELD, spec.model.attention, Attention.SDPA, reason)
 
 
 def merge_plan(spec: FineTuneJobSpec) -> MergePlanSettings:

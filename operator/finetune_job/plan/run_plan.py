@@ -302,6 +302,11 @@ class RunPlan(LaunchPlan):
         """Whether preflight chooses how a rank computes its share of a step."""
         return self.leaves_open(MICRO_BATCH_FIELD) or self.leaves_open(RECOMPUTATION_FIELD)
 
+    @property
+    def leaves_attention_open(self) -> bool:
+        """Whether preflight chooses the attention implementation."""
+        return self.leaves_open(ATTENTION_FIELD)
+
     def wrong_choice(self, chosen: Iterable[Choice]) -> Choice | None:
         """The first of what is left open here that has a value which no preflight chooses for this plan."""
         return next((each for each in chosen if self.leaves_open(each.field) and not self._can_be(each)), None)
@@ -313,6 +318,8 @@ class RunPlan(LaunchPlan):
             return type(value) is int and 1 <= value <= of_rank and of_rank % value == 0
         if choice.field == RECOMPUTATION_FIELD:
             return isinstance(value, str) and value in list(ActivationCheckpointing)
+        if choice.field == ATTENTION_FIELD:
+            return value in (Attention.SDPA, Attention.VARLEN)
         return choice.field != RESHARDING_FIELD or isinstance(value, bool)
 
     def with_choices(self, chosen: Iterable[Choice]) -> RunPlan:
@@ -327,7 +334,13 @@ class RunPlan(LaunchPlan):
             plan = plan.with_training(micro_batch_size=by_field[MICRO_BATCH_FIELD].value)
         if RECOMPUTATION_FIELD in by_field:
             plan = plan.with_training(activation_checkpointing=ActivationCheckpointing(by_field[RECOMPUTATION_FIELD].value))
+        if ATTENTION_FIELD in by_field:
+            plan = plan.with_attention(Attention(by_field[ATTENTION_FIELD].value))
         return plan
+
+    def with_attention(self, attention: Attention) -> RunPlan:
+        """With another attention implementation."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"attention": attention})})
 
     def with_training(self, **values: Any) -> RunPlan:
         """With other values of fields of `TrainingPlan`; the global batch stays what it is."""
@@ -342,6 +355,7 @@ class RunPlan(LaunchPlan):
         return self.model_copy(update={"parallelism": self.parallelism.model_copy(update={"fsdp": fsdp})})
 
 
+ATTENTION_FIELD = "spec.model.attention"
 RESHARDING_FIELD = "spec.parallelism.fsdp.reshardAfterForward"
 MICRO_BATCH_FIELD = "spec.training.microBatchSize"
 RECOMPUTATION_FIELD = "spec.training.activationCheckpointing"

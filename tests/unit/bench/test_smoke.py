@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
 from bench.chain import __main__ as chain
-from bench.memory import __main__ as memory
 from bench.memory import packed_load
 from bench.merge import __main__ as merge
 from bench.merge import model
@@ -87,22 +87,43 @@ def test_rates_of_training_and_what_makes_them_void(capsys: pytest.CaptureFixtur
     assert "PROBLEM: one" in shown
 
 
-@pytest.mark.nightly
-def test_training_on_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
-    from bench.gpu import __main__ as gpu
+def test_what_a_gpu_would_show(capfd: pytest.CaptureFixture[str]) -> None:
+    from bench.gpu import check
 
-    assert gpu.main(["--tiny", "--runs", "1", "--steps", "3"]) == 0
+    assert check.main(["--toy"]) == 0
     lines = capfd.readouterr().out.splitlines()
+    for tier in ("kernels", "methods", "resume", "planner", "out-of-memory", "throughput"):
+        assert [line for line in lines if line.startswith(f"{tier}: passed")]
+        assert [line for line in lines if line.startswith(f"{tier}: not shown, because there is no GPU: ")]
     for name in ("ours", "trl"):
         (line,) = (each for each in lines if each.startswith(f"{name} on 1 x cpu: "))
         assert "MFU unknown" in line
+    assert any("class HostOutOfMemory" in line for line in lines)
 
 
-def test_predicting_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(memory, "CASES", memory.CASES[:1])
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert memory.main() == 0
-    assert "CPU: 1 cases, largest error 0." in capsys.readouterr().out
+def test_a_tier_that_fails_says_so_and_keeps_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench.gpu import check
+    from bench.gpu.tiers import Tier
+
+    def breaks(_: object, rows: list[dict[str, object]]) -> str:
+        rows.append({"loss": 1.5})
+        raise RuntimeError("no kernel")
+
+    tiers = {"broken": Tier(breaks, "nothing"), "wrong": Tier(lambda *_: "other bytes", ""), "fine": Tier(lambda *_: "", "")}
+    monkeypatch.setattr(check, "TIERS", tiers)
+    assert check.main(["--toy"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:34] for line in lines if "FAILED" in line or "passed" in line] == [
+        "broken: FAILED: RuntimeError: no k", "wrong: FAILED: other bytes (0.0 s)", "fine: passed (0.0 s)",
+    ]  # fmt: skip
+    assert lines[-1] == "failed: broken, wrong"
+    monkeypatch.setattr(check, "RESULTS", tmp_path / "gpu")
+    assert not check.run("broken", tiers["broken"], SimpleNamespace(is_toy=False, name="H100"))
+    kept = json.loads((tmp_path / "gpu/broken.json").read_text())
+    assert (kept["problem"], kept["rows"]) == ("RuntimeError: no kernel", [{"loss": 1.5}])
+    assert check.main(["--toy", "fine"]) == 0
 
 
 def test_loading_a_packed_base(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from finetune_job.plan.run_plan import RunPlan
+from finetune_job.plan.run_plan import ATTENTION_FIELD, RunPlan
+from finetune_memory.attention import varlen_problem
 from finetune_memory.batches import choose_batches
 from finetune_memory.limit import MemoryLimit
 from finetune_memory.verdict import memory_finding
 from tests.support.builders import JobBuilder, a_job
-from tests.unit.finetune_memory.jobs import GIB, judged
+from tests.unit.finetune_memory.jobs import GIB, judged, shape_of, small_job, term
 
 MICRO, AGAIN = "training.microBatchSize", "training.activationCheckpointing"
 
@@ -21,8 +23,16 @@ def default_job() -> JobBuilder:
     return a_job().spec("training.globalBatchSize", 16)
 
 
+def masked_job() -> JobBuilder:
+    return default_job().spec("model.attention", "sdpa")
+
+
 def chosen(job: JobBuilder, name: str = "Llama-3.1-8B", gib: float | None = 80) -> dict[str, Any]:
-    return {choice.field.removeprefix("spec."): choice.value for choice in judged(job, name, gib).batches}
+    return {
+        choice.field.removeprefix("spec."): choice.value
+        for choice in judged(job, name, gib).batches
+        if choice.field != ATTENTION_FIELD
+    }
 
 
 @pytest.mark.parametrize(
@@ -73,7 +83,7 @@ def test_a_manifest_of_model_data_and_method_fits_or_is_told_what_would(name, me
 def test_an_estimate_never_exceeds_a_limit_for_what_was_left_open() -> None:
     """If no open value fits, those that need the least are taken, and the advice names other fields alone."""
     for gib in (8, 12, 16, 20):
-        verdict = judged(default_job(), "Llama-3.1-8B", gib)
+        verdict = judged(masked_job(), "Llama-3.1-8B", gib)
         assert {choice.value for choice in verdict.batches} == {1, "Full"}
         if not verdict.fits:
             assert verdict.alternative is not None
@@ -95,8 +105,8 @@ def test_a_compiled_layer_is_computed_again_whole() -> None:
 
 
 def test_the_global_batch_stays_and_its_steps_follow() -> None:
-    plan = default_job().plan()
-    (micro, again) = judged(default_job(), gib=24).batches
+    plan = masked_job().plan()
+    (micro, again) = judged(masked_job(), gib=24).batches
     made = plan.with_choices([micro, again])
     assert (made.training.micro_batch_size, made.training.gradient_accumulation_steps) == (2, 8)
     assert made.training.global_batch_size == plan.training.global_batch_size == 16
@@ -122,6 +132,51 @@ def test_a_model_that_cannot_be_computed_again_gets_smaller_batches() -> None:
     limit = MemoryLimit(24 * GIB, is_device=True, source="")
     found = choose_batches(default_job().plan(), limit, predict, can_recompute=False)
     assert [choice.value for choice in found] == [1, "None"]
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "reason"),
+    [
+        ("Llama-3.1-8B", {}, ""),
+        ("Qwen3-8B", {}, ""),
+        ("Mixtral-8x7B", {}, ""),
+        ("Gemma-2-9B", {}, "transformers has no fused attention for this architecture"),
+        ("GPT-2", {}, "the model drops attention scores at random while it is trained"),
+        ("Llama-3.1-8B", {"training.precision": "fp32"}, "this job computes in float32, and the kernels in 16 bits alone"),
+    ],
+)
+def test_attention_by_the_bounds_of_documents_is_chosen_if_the_configuration_allows_it(name, written, reason) -> None:
+    job = default_job()
+    for path, value in written.items():
+        job = job.spec(path, value)
+    (found,) = (choice for choice in judged(job, name).batches if choice.field == "spec.model.attention")
+    assert found.value == ("sdpa" if reason else "varlen")
+    assert found.reason == (reason or "needs no mask, and computes no pair of tokens of two documents")
+    # Told of a written value, the planner chooses nothing.
+    assert not {"sdpa", "varlen"} & {choice.value for choice in judged(job.spec("model.attention", "sdpa"), name).batches}
+
+
+def test_a_head_that_the_kernels_do_not_take_is_named() -> None:
+    plan = default_job().plan()
+    facts = shape_of("Llama-3.1-8B", plan).facts
+    sizes = (60, 64, 256, 264)
+    said = {size: varlen_problem(plan, replace(facts, head_size=size, value_head_size=size), "bfloat16") for size in sizes}
+    assert [size for size, problem in said.items() if problem] == [60, 264]
+    assert said[60] == "a head has 60 values, and the kernels take a multiple of 8 up to 256"
+    assert "values of another size" in varlen_problem(plan, replace(facts, value_head_size=64), "bfloat16")
+    # A CPU computes any.
+    assert (
+        varlen_problem(default_job().with_profile(gpu=None).plan(), replace(facts, head_size=60, value_head_size=60), "float32")
+        == ""
+    )
+
+
+def test_without_a_mask_keys_and_values_are_not_repeated() -> None:
+    """Two rows of 2,048 tokens in bfloat16: a mask is 2 bytes for each pair, keys and values of 24 more heads of 128."""
+    job = small_job().spec("training.microBatchSize", 2)
+    masked, bare = (judged(job.spec("model.attention", value)).estimate for value in ("sdpa", "varlen"))
+    by_layer = 2 * 2048**2 * 2 + 2 * 2 * 2048 * 24 * 128 * 2
+    assert term(masked, "activations") - term(bare, "activations") == pytest.approx(32 * by_layer, rel=0.02)
 
 
 def test_no_advice_is_given_that_is_not_true() -> None:

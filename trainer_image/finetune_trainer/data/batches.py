@@ -47,6 +47,14 @@ class Batch:
     """Tokens of each document, padding not counted."""
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy there of a tensor of the host, for which the host does not wait.
+
+    A GPU copies while the host goes on only from pages that cannot be moved.
+    """
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 class PreparedSplit:
     """The sequences of one split."""
 

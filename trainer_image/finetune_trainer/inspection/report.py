@@ -47,7 +47,7 @@ class ModelStructure:
     trains_input_rows_alone: bool = False
     """Whether rows of the input embedding are trained that no output head shares: a row then learns where its token is read."""
     batches: tuple[Choice, ...] = ()
-    """Micro-batch and recomputation, where the plan leaves them open."""
+    """Attention, micro-batch and recomputation, where the plan leaves them open."""
     padding_row: int | None = None
     """Row of the input embedding that torch gives no gradient where it is read (`padding_idx`)."""
 
@@ -160,7 +160,7 @@ class ModelReport(BaseModel):
     resharding: Choice | None = None
     """Whether ranks free gathered parameters after the forward pass, and why; None where the plan says it, or one rank trains."""
     batches: tuple[Choice, ...] = ()
-    """Micro-batch and recomputation, and why; empty where the plan says them."""
+    """Attention, micro-batch and recomputation, and why; empty where the plan says them."""
     warnings: tuple[Finding, ...]
 
     @property

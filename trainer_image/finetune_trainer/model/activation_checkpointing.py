@@ -45,6 +45,8 @@ KEPT_OPERATIONS = frozenset(
     if not overload._schema.is_mutable  # noqa: SLF001 - there is no public name
 )
 """Matrix products and attention, in every form in which torch dispatches them: expensive to compute, and kept."""
+_KEPT_BY_NAME = frozenset({"torch_attn._varlen_attn.default"})
+"""The same of an operation that exists once its module is imported, which takes a GPU."""
 
 Operation = OpOverload | HigherOrderOperator
 
@@ -148,7 +150,8 @@ def _memory(tensor: torch.Tensor) -> int:
 
 def is_kept(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether the result is kept. Attention with dropout is not: random numbers not drawn again would shift all that follow."""
-    return func in KEPT_OPERATIONS and not any(_given(func, _dropout_arguments(func), args, kwargs))
+    is_expensive = func in KEPT_OPERATIONS or str(func) in _KEPT_BY_NAME
+    return is_expensive and not any(_given(func, _dropout_arguments(func), args, kwargs))
 
 
 def written_tensors(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:

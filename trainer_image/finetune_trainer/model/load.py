@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import AutoHfQuantizer
 
 from finetune_job.api.inputs import Attention
-from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
+from finetune_job.plan.run_plan import ATTENTION_FIELD, QuantizationPlan, RunPlan
 from finetune_trainer.errors import ModelError
 from finetune_trainer.model.dtypes import ModelDtypes, resolve_dtypes, torch_dtype
 from finetune_trainer.model.packed_weights import make_fit_for_training
@@ -40,9 +40,13 @@ def load_config(plan: RunPlan, directory: Path) -> PreTrainedConfig:
 
 
 def attention_of(plan: RunPlan, config: PreTrainedConfig) -> str:
-    """What transformers is asked for: the plan's, but for a choice of ours that the architecture does not have."""
+    """What transformers is asked for: the plan's, but for a choice of ours that the architecture does not have.
+
+    Of varlen, which variable_length.py installs in the model that is trained, what it takes the place of.
+    """
     asked = plan.model.attention
-    is_our_choice = any(choice.field == "spec.model.attention" for choice in plan.choices)
+    is_our_choice = asked is Attention.VARLEN or any(choice.field == ATTENTION_FIELD for choice in plan.choices)
+    asked = Attention.SDPA if asked is Attention.VARLEN else asked
     if not is_our_choice or type(config) not in AutoModelForCausalLM._model_mapping:  # noqa: SLF001 - there is no public name
         return asked.value
     found = AutoModelForCausalLM._model_mapping[type(config)]  # noqa: SLF001

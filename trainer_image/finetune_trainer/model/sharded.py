@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,13 +12,16 @@ import torch
 from peft import PeftModel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
 
+from finetune_job.api.inputs import Attention
 from finetune_job.api.training import GradientReduction
 from finetune_job.methods import METHODS
-from finetune_job.plan.run_plan import FsdpPlan, RunPlan
+from finetune_job.plan.run_plan import ATTENTION_FIELD, FsdpPlan, RunPlan
 from finetune_job.sharding import reduces_every_micro_step
 from finetune_trainer.checkpoint.state import ParameterRange, check_complete, pieces
-from finetune_trainer.errors import InvariantError
+from finetune_trainer.errors import ConfigError, InvariantError
+from finetune_trainer.model import variable_length
 from finetune_trainer.model.activation_checkpointing import checkpoint_activations
 from finetune_trainer.model.adapters import attach, fixed_tensors, has_first_values
 from finetune_trainer.model.compilation import compile_layers
@@ -38,6 +42,8 @@ from finetune_trainer.model.objective import Objective
 from finetune_trainer.model.pack_shards import fill_packed, packed_layers
 from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.weights.headers import TensorHeader
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,8 @@ def build(
             raise InvariantError("the adapters start from the base's weights, and no first values were computed")
         start_from(model, first_values)
     check_magnitudes(model)
+    if plan.model.attention is Attention.VARLEN:
+        _install_varlen(base, plan, gang, casts.by_autocast or casts.by_fsdp or dtypes.load)
     objective.install(model)
     check_trainable(model, plan, frozen)
     shapes = trainable_shapes(model)
@@ -121,6 +129,18 @@ def build(
         ),
         scales_loss=computes_in_float16(plan, dtypes),
     )
+
+
+def _install_varlen(base: PreTrainedModel, plan: RunPlan, gang: Gang, computed: torch.dtype) -> None:
+    """On all ranks, or, where it was chosen for a device that one of them does not have, on none."""
+    found = gang.gather(variable_length.device_problem(gang.device, computed), str)
+    problem = next(filter(None, found), "")
+    if not problem:
+        variable_length.install(base)
+    elif any(choice.field == ATTENTION_FIELD for choice in plan.choices):
+        log.warning("%s: sdpa in place of varlen, because %s", ATTENTION_FIELD, problem)
+    else:
+        raise ConfigError(f"{ATTENTION_FIELD}: varlen: {problem}", f"set {ATTENTION_FIELD}: sdpa, or take another device")
 
 
 def _shard(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, gang: Gang, whole: Sequence[nn.Parameter] = ()) -> nn.Module:

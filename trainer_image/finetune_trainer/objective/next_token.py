@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from finetune_trainer.data.batches import IGNORED_LABEL, Batch, PreparedSplit
+from finetune_trainer.data.batches import IGNORED_LABEL, Batch, PreparedSplit, to_device
 from finetune_trainer.errors import InvariantError
-from finetune_trainer.model import packed_documents
+from finetune_trainer.model import packed_documents, variable_length
 from finetune_trainer.model.objective import BatchSize
 from finetune_trainer.objective import head
 from finetune_trainer.objective.cross_entropy import Targets, cross_entropy_of
@@ -38,15 +38,14 @@ class NextToken:
     ) -> torch.Tensor:
         """`weight` times the summed cross-entropy.
 
-        The model gets no attention mask: positions that start again at 0 keep documents apart.
+        The model gets no attention mask: positions that start again at 0 keep documents apart, or their bounds do.
         """
         targets = targets_of(batch.labels, weight, device)
         context: AbstractContextManager[object] = torch.autocast(device.type, dtype=autocast) if autocast else nullcontext()
-        positions = batch.position_ids.to(device, non_blocking=True)
+        positions = to_device(batch.position_ids, device)
+        bounds = variable_length.document_bounds(batch.position_ids, device) if variable_length.is_installed(model) else {}
         with context, packed_documents.documents_apart(positions), head.scored(targets) as scoring:
-            output = model(
-                input_ids=batch.input_ids.to(device, non_blocking=True), position_ids=positions, use_cache=False
-            ).logits
+            output = model(input_ids=to_device(batch.input_ids, device), position_ids=positions, use_cache=False, **bounds).logits
         loss = scoring.loss
         if loss is None:
             rows = output.flatten(0, -2).index_select(0, targets.rows)
@@ -64,4 +63,4 @@ def targets_of(labels: torch.Tensor, weight: float, device: torch.device) -> Tar
     following[:, :-1] = labels[:, 1:]
     following = following.flatten()
     rows = (following != IGNORED_LABEL).nonzero().flatten()
-    return Targets(rows.to(device, non_blocking=True), following[rows].to(device, non_blocking=True), weight)
+    return Targets(to_device(rows, device), to_device(following[rows], device), weight)

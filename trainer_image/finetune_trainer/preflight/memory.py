@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import Choice, RunPlan
+from finetune_memory.attention import choose_attention
 from finetune_memory.batches import choose_batches
 from finetune_memory.model_shape import Kind, ModelShape, ParameterShape, UnknownModelError, facts_of
 from finetune_memory.verdict import judge_memory, memory_finding, predictor
@@ -93,11 +94,18 @@ def _kind(module: nn.Module) -> Kind:
     return "embedding" if isinstance(module, nn.Embedding) else "other"
 
 
-def batches_of(plan: RunPlan, shape: ModelShape | None, stored: str, *, can_recompute: bool) -> tuple[Choice, ...]:
-    """What the planner chooses of what the plan leaves open, for records of any length: the same for every attempt and data."""
+def batches_of(
+    plan: RunPlan, shape: ModelShape | None, stored: str, *, can_recompute: bool, attention_problem: str
+) -> tuple[Choice, ...]:
+    """What the planner chooses of what the plan leaves open, for records of any length: the same for every attempt and data.
+
+    attention_problem: why varlen cannot be; empty: it can.
+    """
+    attention = choose_attention(plan, attention_problem)
+    plan = plan.with_choices(attention)
     limit = limit_here(plan)
     predict = None if shape is None else predictor(shape, stored, limit)
-    return choose_batches(plan, limit, predict, can_recompute=can_recompute)
+    return (*attention, *choose_batches(plan, limit, predict, can_recompute=can_recompute))
 
 
 def memory_need(plan: RunPlan, structure: ModelStructure, splits: Mapping[str, SplitFacts]) -> MemoryNeed | None:

@@ -165,7 +165,9 @@ def describe_structure(seen: ModelInspection) -> Iterable[Finding]:
         max_row=loaded.max_row,
         stored_dtype=_name(stored),
         shape=shape,
-        batches=batches_of(seen.plan, shape, _name(stored), can_recompute=can_recompute),
+        batches=batches_of(
+            seen.plan, shape, _name(stored), can_recompute=can_recompute, attention_problem=seen.attention_problem
+        ),
         trains_input_rows_alone=_trains_input_rows_alone(model),
         padding_row=loaded.padding_row,
     )

@@ -21,6 +21,7 @@ from finetune_trainer.preflight.adapter_names import (
 )
 from finetune_trainer.preflight.architecture import check_compiler, check_recomputation, check_recurrence, check_wrap_classes
 from finetune_trainer.preflight.attached import check_attached, check_coverage
+from finetune_trainer.preflight.attention import check_variable_length, may_use_varlen
 from finetune_trainer.preflight.bypassed import check_units_used, check_used
 from finetune_trainer.preflight.checks import CheckStep, nothing_refused, run_steps
 from finetune_trainer.preflight.fsdp_units import check_stacked_weights, check_unit_sizes, check_units
@@ -76,6 +77,7 @@ STRUCTURE: tuple[CheckStep[ModelInspection], ...] = (
     CheckStep(check_ranks_in_file, (is_attached, trains_lora)),
     CheckStep(check_zero_rows, (is_attached, trains_lora)),
     CheckStep(check_decomposition, (is_attached, trains_lora)),
+    CheckStep(check_variable_length, (is_loaded, may_use_varlen)),
     CheckStep(describe_structure, (is_attached, nothing_refused)),
 )
 """What the trainer will build, and what keeps it from being built."""

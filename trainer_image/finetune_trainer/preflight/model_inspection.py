@@ -51,6 +51,8 @@ class ModelInspection:
     """A small model of the same architecture and how it uses its modules; None if none could be computed."""
     loaded: LoadedModel | None = None
     attached: AttachedModel | None = None
+    attention_problem: str = ""
+    """Why attention cannot be computed by the bounds of documents; empty: it can, or nobody has asked."""
     conflict: TrainerError | None = None
     """Why no adapters could be attached to the loaded model."""
     structure: ModelStructure | None = None

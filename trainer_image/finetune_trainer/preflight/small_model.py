@@ -31,7 +31,7 @@ def check_small_model(seen: ModelInspection) -> list[Finding]:
     if seen.observed is None:
         return []
     plan, model = seen.plan, seen.observed.model
-    _spread(model)
+    spread(model)
     checks: list[Callable[[PreTrainedModel], Finding | None]] = [causality_finding]
     if plan.data.packing:
         checks.append(packing_leak_finding)
@@ -48,7 +48,7 @@ def _tried(check: Callable[[PreTrainedModel], Finding | None], model: PreTrained
 
 
 @torch.no_grad()
-def _spread(model: PreTrainedModel) -> None:
+def spread(model: PreTrainedModel) -> None:
     """Fresh weights are so small that attention hardly counts: give each matrix the size at which products keep their scale."""
     for parameter in model.parameters():
         if parameter.ndim > 1:

@@ -107,6 +107,19 @@ def test_freeing_parameters_after_the_forward_pass_is_left_to_preflight_unless_i
     assert not planned({**ranks, **FSDP1}).parallelism.leaves_resharding_open
 
 
+@pytest.mark.parametrize("given", [None, "sdpa", "varlen"])
+@pytest.mark.parametrize("gpu", [{}, None])
+def test_attention_is_left_to_preflight_on_a_gpu_alone(gpu, given):
+    profile = FineTuneProfileSpec.model_validate({"trainerImage": "t", **({} if gpu is None else {"gpu": gpu})})
+    spec = FineTuneJobSpec.model_validate(manifest({"model.attention": given} if given else {}))
+    plan = resolve(IDENTITY, spec, profile)
+    chosen = [(one.value, one.reason[:17]) for one in plan.choices if one.field == "spec.model.attention"]
+    is_open = given is None and gpu is not None
+    assert plan.model.attention == (given or "sdpa")
+    assert plan.leaves_attention_open is is_open
+    assert chosen == ([] if given else [(None, "preflight chooses")] if is_open else [("sdpa", "keeps packed docu")])
+
+
 def test_the_type_of_products():
     bf16 = {"training.precision": "bf16"}
     assert planned(bf16).parallelism.fsdp.param_dtype == "bfloat16"

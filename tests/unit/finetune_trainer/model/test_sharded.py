@@ -13,8 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from finetune_trainer.model import sharded
-from finetune_trainer.ranks.gang import joined
+from finetune_job.api.inputs import Attention
+from finetune_job.plan.run_plan import Choice
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model import sharded, variable_length
+from finetune_trainer.ranks.gang import Gang, joined
 from tests.support.small_gang import Unchanged
 from tests.support.tiny_model import plan_of, write_tiny_llama
 from tests.unit.finetune_trainer.model.sharded_gang import (
@@ -27,6 +30,34 @@ from tests.unit.finetune_trainer.model.sharded_gang import (
     losses_and_gradients,
     spec_of,
 )
+
+ATTENTION = "spec.model.attention"
+
+
+@pytest.mark.parametrize(
+    ("problem", "chosen", "installed"), [("", True, True), ("", False, True), ("T4", True, False), ("T4", False, None)]
+)
+def test_a_device_without_the_kernels_has_a_mask_unless_the_user_said_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, problem: str, chosen: bool, installed: bool | None
+) -> None:
+    monkeypatch.setattr(variable_length, "device_problem", lambda *_: problem)
+    plan = plan_of(spec_of({"type": "LoRA", "lora": {"r": 4}}, {}, 1)).with_attention(Attention.VARLEN)
+    choices = [each for each in plan.choices if each.field != ATTENTION]
+    if chosen:
+        choices.append(Choice(field=ATTENTION, value="varlen", reason="needs no mask"))
+    plan = plan.model_copy(update={"choices": tuple(choices)})
+    base = write_tiny_llama(tmp_path / "base")
+
+    def built() -> nn.Module:
+        return sharded.build(plan, base, Gang(0, 1, 0, torch.device("cpu"), None), Unchanged()).module
+
+    if installed is None:
+        with pytest.raises(ConfigError, match=f"{ATTENTION}: varlen: T4"):
+            built()
+        return
+    assert variable_length.is_installed(built()) is installed
+    assert ("sdpa in place of varlen, because T4" in caplog.text) is not installed
+
 
 NEEDS_COMPILER = pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler, and none is installed"
@@ -45,8 +76,6 @@ NEEDS_COMPILER = pytest.mark.skipif(
 def test_one_rank_holds_a_frozen_base_in_the_16_bit_type_of_the_computation(
     tmp_path: Path, method: dict[str, Any], held: torch.dtype
 ) -> None:
-    from finetune_trainer.ranks.gang import Gang
-
     base = write_tiny_llama(tmp_path / "base", torch.float16)
     plan = plan_of(spec_of(method, {}, 1, precision="bf16"))
     trained = sharded.build(plan, base, Gang(0, 1, 0, torch.device("cpu"), None), Unchanged())

@@ -56,7 +56,7 @@ def manifest():
 def context(claims, manifest):
     """`context({"data.packing": False})`: the quick start with these fields of the spec changed, on the copied claims."""
 
-    def made(changes=None, document=None):
+    def made(changes=None, document=None, profile=None):
         changed = copy.deepcopy(document or manifest)
         # What these tests look at comes before it (tests/unit/finetune_trainer/rehearsal).
         changed["spec"].setdefault("preflight", {"rehearsal": "Skip"})
@@ -69,7 +69,7 @@ def context(claims, manifest):
         # The rehearsal has tests of its own.
         changed["spec"].setdefault("preflight", {"rehearsal": "Skip"})
         job = parse_job(changed)
-        plan = resolve(JobIdentity(namespace="default", name=job.metadata.name, uid="0123456789abcdef"), job.spec, None)
+        plan = resolve(JobIdentity(namespace="default", name=job.metadata.name, uid="0123456789abcdef"), job.spec, profile)
         return RunContext(plan, plan_sha256(plan), claims, 0)
 
     return made

@@ -229,6 +229,30 @@ def test_what_a_rank_computes_at_once_is_chosen_by_its_memory(context, memory, e
     assert training.gradient_accumulation_steps == 8 // expected[0]
 
 
+@pytest.mark.parametrize(
+    ("changes", "value", "reason"),
+    [
+        ({"training.precision": "bf16"}, "varlen", "needs no mask"),
+        ({}, "sdpa", "this job computes in float32"),
+        ({"model.attention": "sdpa"}, None, ""),
+    ],
+)
+def test_attention_on_a_gpu_is_chosen_by_model_and_precision(context, changes, value, reason):
+    profile = FineTuneProfileSpec.model_validate({"trainerImage": "t", "gpu": {"memory": "80Gi"}})
+    job = context({"training.microBatchSize": 1, "training.activationCheckpointing": "None", **changes}, profile=profile)
+    result = run(job)
+    assert [(each.field, each.value) for each in report_of(job).batches] == [("spec.model.attention", value)] * bool(value)
+    assert reason in result.facts.get("batches", "")
+    assert with_choices_of_preflight(job.plan, job.workspace.model_report).model.attention == (value or "sdpa")
+    if value:
+        path = job.workspace.model_report
+        written = json.loads(path.read_text())
+        for forged in ("eager", "flash_attention_2", 1, None):
+            path.write_text(json.dumps({**written, "batches": [{**written["batches"][0], "value": forged}]}))
+            with pytest.raises(PlanMismatchError, match=r"says spec\.model\.attention"):
+                with_choices_of_preflight(job.plan, path)
+
+
 def test_a_report_that_something_else_has_written_is_refused_by_name(context):
     job = context({"training.globalBatchSize": 8, "parallelism.processesPerNode": 2})
     run(job)

@@ -90,6 +90,15 @@ def test_attention_that_the_architecture_lacks_is_refused(tmp_path: Path) -> Non
     assert errors(plan({"type": "LoRA", "lora": Q}), directory) == {}
 
 
+@pytest.mark.parametrize(("kind", "reason"), [("gemma2", "no fused attention"), ("gpt2", "at random"), ("llama", "")])
+def test_attention_by_bounds_that_the_architecture_cannot_have_is_refused(tmp_path: Path, kind: str, reason: str) -> None:
+    directory = declared(tmp_path / "model", kind)
+    _, findings = check_model(plan({"type": "LoRA"}, model={"attention": "varlen"}), directory)
+    found = [finding for finding in findings if finding.rule == "attention-not-supported"]
+    assert [reason in finding.message for finding in found] == [True] * bool(reason)
+    assert all({change.field: change.value for change in each.changes} == {"spec.model.attention": None} for each in found)
+
+
 @pytest.mark.parametrize(
     ("kind", "leaks"),
     [

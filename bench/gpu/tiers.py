@@ -1,0 +1,211 @@
+"""The tiers of `make gpu-check`: each is given what there is to run on, adds rows of figures, and returns what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu import __main__ as speed
+from bench.gpu.kernels import kernel_rows
+from bench.memory import __main__ as memory
+from finetune_job.failures import FailureClass, TerminationReport
+from finetune_job.names import Role
+from finetune_trainer.context import RunContext
+from finetune_trainer.ranks.reports import rank_report_name
+from tests.support.forked_ranks import Disturbance, Fault, run_gang, trained_files, wrap
+from tests.support.memory_cases import CASES, measured_peak, predicted_peak
+from tests.support.tiny_model import run_context, tiny_spec
+
+Rows = list[dict[str, object]]
+METHODS: dict[str, dict[str, Any]] = {
+    name: {"type": name, "lora": None if name == "Full" else {"r": 4}} for name in ("LoRA", "QLoRA", "DoRA", "Full")
+}
+STEPS, KILLED_IN = 4, 3
+SAME_LOSS = 2e-2
+"""Relative, between versions of FSDP in 16 bits; measured on CPUs in float32 they differ by less than 2e-5."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What there is to run on."""
+
+    device: torch.device
+    gpus: int
+
+    @classmethod
+    def of_this_machine(cls) -> Scale:
+        has_gpu = torch.cuda.is_available()
+        return cls(torch.device("cuda" if has_gpu else "cpu"), torch.cuda.device_count() if has_gpu else 0)
+
+    @property
+    def is_toy(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def name(self) -> str:
+        return "CPU, toy size" if self.is_toy else f"{self.gpus} x {torch.cuda.get_device_name()}"
+
+    @property
+    def ranks(self) -> int:
+        """Of a gang: one for each device, because NCCL takes no two on one."""
+        return 2 if self.is_toy else min(self.gpus, 2)
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Something to be shown."""
+
+    run: Callable[[Scale, Rows], str]
+    shows: str
+    """What a device shows that a CPU cannot."""
+
+
+@dataclass(frozen=True)
+class Deterministic:
+    """Kernels that give the same bits each time."""
+
+    def arm(self, _rank: int) -> None:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(mode=True)
+        # Flash attention has a backward pass in one order of sums; cuDNN promises none.
+        torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+
+
+@dataclass(frozen=True)
+class Hungry:
+    """In the second step, more memory is asked for than any device has."""
+
+    def arm(self, _rank: int) -> None:
+        calls: list[object] = []
+
+        def asking(original: Callable[..., torch.Tensor], gradients: Any, device: torch.device) -> torch.Tensor:
+            calls.append(None)
+            if len(calls) == 2:
+                torch.empty(1 << 50, device=device)
+            return original(gradients, device)
+
+        wrap("train.step:squared_norm", asking)
+
+
+def job(directory: Path, scale: Scale, ranks: int, method: str = "LoRA", version: int = 2) -> RunContext:
+    """A tiny job of a few steps; with a GPU in 16 bits, and with attention by the bounds of documents."""
+    training = {"maxSteps": STEPS, "globalBatchSize": 4, "microBatchSize": 2} | ({} if scale.is_toy else {"precision": "bf16"})
+    spec = tiny_spec(
+        model={"attention": "varlen"},
+        data={"validation": None},
+        method=METHODS[method],
+        training=training,
+        parallelism={"processesPerNode": ranks, "fsdp": {"version": version}},
+        checkpoint={"everySteps": 1},
+    )
+    return run_context(directory, spec, dtype=torch.float32 if scale.is_toy else torch.bfloat16)
+
+
+def losses_of(context: RunContext) -> list[float]:
+    lines = [json.loads(line) for line in context.workspace.history.read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def kernels(scale: Scale, rows: Rows) -> str:
+    """Attention by bounds and by a mask on the device, next to float32 with a mask on the CPU."""
+    rows += kernel_rows(scale.device)
+    wrong = [str(row["model"]) for row in rows if not row["is_within_bound"]]
+    return f"further from float32 on the CPU than a mask is: {', '.join(wrong)}" if wrong else ""
+
+
+def methods(scale: Scale, rows: Rows) -> str:
+    """Every method trains under both versions of FSDP and comes to the same losses."""
+    for method in ("LoRA",) if scale.is_toy else METHODS:
+        for version in (2,) if scale.is_toy or scale.ranks == 1 else (1, 2):
+            with tempfile.TemporaryDirectory(prefix="gpu-check-") as place:
+                context = job(Path(place), scale, scale.ranks, method, version)
+                codes = run_gang(context)
+                found = losses_of(context) if not any(codes) else []
+            rows.append({"method": method, "fsdp": version, "ranks": scale.ranks, "exit codes": codes, "last loss": found[-1:]})
+    wrong = [f"{row['method']} under FSDP {row['fsdp']}" for row in rows if not row["last loss"]]
+    for method in METHODS:
+        last = [row["last loss"][0] for row in rows if row["method"] == method and row["last loss"]]  # type: ignore[index]
+        if last and max(last) - min(last) > SAME_LOSS * abs(max(last)):
+            wrong.append(f"{method}: {last}")
+    if scale.ranks == 1:
+        rows.append({"not shown": "FSDP, which takes a second GPU"})
+    return "; ".join(wrong)
+
+
+def resume(scale: Scale, rows: Rows) -> str:
+    """A run that is killed and resumed has the bytes of an undisturbed one; and what kernels that promise this cost."""
+    files: dict[str, dict[str, bytes]] = {}
+    runs: dict[str, list[Disturbance]] = {
+        "undisturbed": [Deterministic()],
+        "killed": [Deterministic(), Fault("train.step:optimizer_step", call=KILLED_IN)],
+    }
+    if not scale.is_toy:
+        runs["free kernels"] = []
+    for name, faults in runs.items():
+        with tempfile.TemporaryDirectory(prefix="gpu-check-") as place:
+            context, began = job(Path(place), scale, 1), time.monotonic()
+            codes = [run_gang(context, faults)]
+            if name == "killed":
+                codes.append(run_gang(context, faults[:1]))
+            wanted = [[-9], [0]] if name == "killed" else [[0]]
+            if codes != wanted:
+                return f"{name}: exit codes {codes}, not {wanted}"
+            files[name] = trained_files(context)
+            rows.append({"run": name, "seconds": time.monotonic() - began, "losses": losses_of(context)})
+    return "" if files["killed"] == files["undisturbed"] else "the bytes of the resumed run are others"
+
+
+def planner(scale: Scale, rows: Rows) -> str:
+    """The planner's estimate next to what torch counts as allocated."""
+    cases = [
+        (case.name, predicted, measured)
+        for case in (CASES[:1] if scale.is_toy else memory.gpu_cases())
+        for predicted, measured in [
+            (predicted_peak(case), measured_peak(case))
+            if scale.is_toy
+            else (memory.predicted_allocation(case), memory.measured_allocation(case))
+        ]
+    ]
+    rows += [
+        {"case": name, "predicted": predicted, "measured": measured, "error": predicted / measured - 1}
+        for name, predicted, measured in cases
+    ]
+    wrong = [name for name, predicted, measured in cases if abs(predicted / measured - 1) > memory.TOLERANCE]
+    return f"wrong by more than {memory.TOLERANCE:.0%}: {', '.join(wrong)}" if wrong else ""
+
+
+def out_of_memory(scale: Scale, rows: Rows) -> str:
+    """Memory that is not there ends a rank with its class."""
+    wanted = FailureClass.HOST_OUT_OF_MEMORY if scale.is_toy else FailureClass.DEVICE_OUT_OF_MEMORY
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as place:
+        context = job(Path(place), scale, 1)
+        codes = run_gang(context, [Hungry()])
+        path = context.workspace.reports(Role.TRAIN.value, context.attempt) / rank_report_name(0)
+        report = TerminationReport.model_validate_json(path.read_text())
+    rows.append({"exit code": codes[0], "class": report.failure, "message": report.message[:100], "hint": report.hint})
+    return "" if report.failure is wanted else f"the class is {report.failure}, not {wanted}"
+
+
+def throughput(scale: Scale, rows: Rows) -> str:
+    """The benchmark, which keeps its figures itself."""
+    code = speed.main(["--tiny", "--runs", "1", "--steps", "3"] if scale.is_toy else ["--runs", "1"])
+    rows.append({"exit code": code, "figures": str(None if scale.is_toy else speed.RESULT.name)})
+    return "it failed" if code else ""
+
+
+TIERS = {
+    "kernels": Tier(kernels, "torch's kernels of attention in bfloat16, and how far they are from float32"),
+    "methods": Tier(methods, "LoRA, QLoRA, DoRA and Full in bfloat16 over NCCL, under FSDP 1 and 2"),
+    "resume": Tier(resume, "equal bytes after SIGKILL with deterministic kernels, and the time that these take"),
+    "planner": Tier(planner, "the error of the memory planner against peaks of allocated memory of a device"),
+    "out-of-memory": Tier(out_of_memory, "torch's own error of a device without memory, and its failure class"),
+    "throughput": Tier(throughput, "tokens per second and MFU of an 8B Llama at 4,096 packed tokens next to TRL"),
+}
