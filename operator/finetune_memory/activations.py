@@ -177,6 +177,17 @@ class TrainingPass:
     is_packed: bool = False
     """Whether the base's weights are unpacked for each product."""
 
+    fuses_adapters: bool = False
+    """Whether adapters compute in the type of products, and cast their factors instead of their input."""
+
+    def adapter_bytes(self, held: str) -> int:
+        """Of a value that an adapter computes with."""
+        return self.elements.product if self.fuses_adapters else self.elements.adapter(held)
+
+    def copies_input(self, held: str) -> bool:
+        """Whether each adapter keeps a copy of its input in another element type."""
+        return self.elements.layers_copy_input if self.fuses_adapters else self.elements.adapter_copies_input(held)
+
     @property
     def scores(self) -> int:
         """Attention scores of all heads."""
@@ -230,7 +241,7 @@ def _inputs(layer: Layer, during: TrainingPass) -> int:
     for (_, width, is_output), members in groups.items():
         values, is_shared = tokens * width, False
         for linear in members:
-            size = elements.adapter(linear.adapter_dtype)
+            size = during.adapter_bytes(linear.adapter_dtype)
             if linear.is_trained and elements.layers_copy_input and not is_output:
                 total += values * elements.product
             elif linear.is_trained:
@@ -240,7 +251,7 @@ def _inputs(layer: Layer, during: TrainingPass) -> int:
             if linear.rank and during.dropout:
                 # What is left, and the mask: a byte for each value on a GPU, a value on a CPU.
                 total += values * size + values * (1 if during.work.on_gpu else size)
-            elif linear.rank and elements.adapter_copies_input(linear.adapter_dtype):
+            elif linear.rank and during.copies_input(linear.adapter_dtype):
                 total += values * size
             elif linear.rank:
                 is_shared = True
@@ -336,10 +347,10 @@ def _products(layer: Layer, during: TrainingPass) -> int:
     for linear in layer.linears:
         total += tokens * linear.outputs * size
         if linear.rank:
-            total += tokens * (linear.rank + linear.outputs) * during.elements.adapter(linear.adapter_dtype)
+            total += tokens * (linear.rank + linear.outputs) * during.adapter_bytes(linear.adapter_dtype)
         if linear.has_magnitude:
             # PEFT computes B @ A as layers, of a matrix of ones: products like any other.
-            total += linear.inputs * (linear.rank + linear.outputs) * during.elements.adapter(linear.adapter_dtype)
+            total += linear.inputs * (linear.rank + linear.outputs) * during.adapter_bytes(linear.adapter_dtype)
             total += tokens * linear.outputs * size if during.dropout else 0
     return total
 

@@ -98,7 +98,15 @@ class _Estimator:
         if attention is Attention.SDPA and not shape.facts.has_fused_attention:
             attention = Attention.EAGER
         dropout = lora.lora_dropout if lora is not None else 0.0
-        self.during = TrainingPass(shape.facts, work, elements, attention, dropout, plan.method.quantization is not None)
+        self.during = TrainingPass(
+            shape.facts,
+            work,
+            elements,
+            attention,
+            dropout,
+            is_packed=plan.method.quantization is not None,
+            fuses_adapters=lora is not None and lora.fused_forward,
+        )
 
     def estimate(self) -> Estimate:
         moments = {

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from finetune_job.api.inputs import Attention
@@ -21,10 +22,11 @@ from finetune_trainer.model import variable_length
 from finetune_trainer.model.activation_checkpointing import checkpoint_activations
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.dtypes import resolve_dtypes
+from finetune_trainer.model.fused_adapters import fuse_adapters
 from finetune_trainer.model.load import attention_of
 from finetune_trainer.objective.next_token import NextToken
 from tests.support.memory_tracking import StorageTracker
-from tests.support.tiny_model import plan_of, tiny_spec
+from tests.support.tiny_model import fused, plan_of, tiny_spec
 
 SMALL: dict[str, Any] = {
     "hidden_size": 128,
@@ -92,13 +94,14 @@ class MemoryCase:
     rows: int = 2
     length: int = 256
     is_packed: bool = False
+    is_fused: bool = False
 
     @property
     def plan(self) -> RunPlan:
         """The job's plan, for one rank."""
         training = {"microBatchSize": self.rows, "globalBatchSize": self.rows, "maxSteps": 1, **self.spec.get("training", {})}
         changes = {"parallelism": {"processesPerNode": 1}, **self.spec, "training": training}
-        return plan_of(tiny_spec(**changes))
+        return fused(plan_of(tiny_spec(**changes))) if self.is_fused else plan_of(tiny_spec(**changes))
 
 
 def predicted(case: MemoryCase, device: torch.device) -> Estimate:
@@ -123,6 +126,8 @@ def built(case: MemoryCase, device: torch.device) -> torch.nn.Module:
     base = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_of(plan, config))
     base.config.use_cache = False
     model: torch.nn.Module = attach(base, plan) if plan.method.trains_adapter else base
+    if case.is_fused and isinstance(model, PeftModel):
+        fuse_adapters(model, ())
     checkpoint_activations(base, plan.training.activation_checkpointing)
     if plan.model.attention is Attention.VARLEN:
         variable_length.install(base)
@@ -174,6 +179,9 @@ def _cases() -> list[MemoryCase]:
         MemoryCase("llama, LoRA", llama, lora),
         MemoryCase("llama, LoRA in float32", llama, lora, stored="float32"),
         MemoryCase("llama, LoRA, precision bf16", llama, {**lora, **bf16}),
+        MemoryCase("llama, LoRA, fused", llama, lora, is_fused=True),
+        MemoryCase("llama, LoRA, fused, precision bf16", llama, {**lora, **bf16}, is_fused=True),
+        MemoryCase("llama, LoRA, fused, Selective", llama, {**lora, **recomputed["Selective"]}, is_fused=True),
         MemoryCase("llama, LoRA, packed", llama, lora, is_packed=True),
         MemoryCase("llama, LoRA, packed, 512 tokens", llama, lora, length=512, is_packed=True),
         MemoryCase("llama, LoRA, 512 tokens", llama, lora, length=512),

@@ -149,6 +149,13 @@ def plan_of(spec: dict[str, Any]) -> RunPlan:
     return resolve(identity, FineTuneJobSpec.model_validate(spec), None)
 
 
+def fused(plan: RunPlan) -> RunPlan:
+    """With LoRA as a profile with a GPU has it."""
+    method = plan.method
+    lora = method.lora.model_copy(update={"fused_forward": True}) if method.lora is not None else None
+    return plan.model_copy(update={"method": method.model_copy(update={"lora": lora})})
+
+
 def run_context(claims: Path, spec: dict[str, Any], attempt: int = 0, dtype: torch.dtype = torch.float32) -> RunContext:
     """Claims with model, prepared data and plan.json, ready for the train role."""
     plan = plan_of(spec)

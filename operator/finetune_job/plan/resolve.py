@@ -57,7 +57,7 @@ def resolve(
         ),
         data=data_plan(spec, choices, places),
         fetch=fetch_plan(spec, profile, places),
-        method=method_plan(spec, choices),
+        method=method_plan(spec, choices, on_gpu=profile is not None and profile.gpu is not None),
         training=training_plan(spec, choices),
         parallelism=ParallelismPlan(
             nodes=spec.parallelism.nodes,

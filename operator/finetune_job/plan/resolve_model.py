@@ -25,13 +25,17 @@ DEFAULT_QUANT_TYPE = QuantType.NF4
 DEFAULT_DOUBLE_QUANT = True
 
 
-def method_plan(spec: FineTuneJobSpec, choices: Choices) -> MethodPlan:
+def method_plan(spec: FineTuneJobSpec, choices: Choices, *, on_gpu: bool) -> MethodPlan:
     kind = spec.method.type
     as_base = holds_adapters_as_the_base(kind, spec.parallelism.fsdp.version, own_units=has_own_units(spec))
+    # A unit gathers its weights where it is called, which a fused forward pass does not.
+    own = spec.parallelism.fsdp.version == 1 and has_own_units(spec)
     family = METHODS[kind].family
     return MethodPlan(
         type=kind,
-        lora=_lora(spec.method.lora or LoraSpec(), kind, choices, as_base=as_base) if family is Family.LORA else None,
+        lora=_lora(spec.method.lora or LoraSpec(), kind, choices, as_base=as_base, may_fuse=on_gpu and not own)
+        if family is Family.LORA
+        else None,
         adapter=AdapterPlan(
             settings={name: _sorted_mapping(value) for name, value in (spec.method.settings or {}).items()},
             autocast_adapter_dtype=not as_base,
@@ -44,12 +48,15 @@ def method_plan(spec: FineTuneJobSpec, choices: Choices) -> MethodPlan:
     )
 
 
-def _lora(lora: LoraSpec, kind: MethodType, choices: Choices, *, as_base: bool) -> LoraPlan:
+def _lora(lora: LoraSpec, kind: MethodType, choices: Choices, *, as_base: bool, may_fuse: bool) -> LoraPlan:
     pick = choices.pick
+    dropout = float(pick("method.lora.loraDropout", lora.lora_dropout, "0", "adapters seldom need dropout"))
+    is_fused = may_fuse and kind is MethodType.LORA and not dropout and not lora.init_lora_weights.decomposes_base
+    held = "small updates vanish in 16 bits"
     return LoraPlan(
         r=lora.r,
         lora_alpha=pick("method.lora.loraAlpha", lora.lora_alpha, 2 * lora.r, "twice the rank"),
-        lora_dropout=float(pick("method.lora.loraDropout", lora.lora_dropout, "0", "adapters seldom need dropout")),
+        lora_dropout=dropout,
         target_modules=tuple(
             pick("method.lora.targetModules", lora.target_modules, [], "targetParameters alone says what is adapted")
             if lora.target_parameters
@@ -71,8 +78,9 @@ def _lora(lora: LoraSpec, kind: MethodType, choices: Choices, *, as_base: bool) 
             "method.lora.autocastAdapterDtype",
             lora.autocast_adapter_dtype,
             not as_base,
-            "a flat unit has one element type" if as_base else "small updates vanish in 16 bits",
+            "a flat unit has one element type" if as_base else f"{held}; products take rounded copies" if is_fused else held,
         ),
+        fused_forward=is_fused,
     )
 
 

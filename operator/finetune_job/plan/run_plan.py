@@ -116,6 +116,8 @@ class LoraPlan(PlanModel):
     use_dora: bool
     bias: LoraBias
     autocast_adapter_dtype: bool
+    fused_forward: bool = False
+    """Whether layers compute in the base's element type with rounded copies of their factors, and add by the second product."""
 
     @property
     def starts_from_base(self) -> bool:

@@ -29,6 +29,7 @@ from finetune_trainer.model.dtypes import ModelDtypes, computes_in_float16, reso
 from finetune_trainer.model.first_values import start_from
 from finetune_trainer.model.float32_layers import cast_embedding_outputs, compute_delora_in_float32
 from finetune_trainer.model.fsdp_versions import Reduction, shard_with_fsdp1, shard_with_fsdp2
+from finetune_trainer.model.fused_adapters import fuse_adapters
 from finetune_trainer.model.invariants import check_decomposed, check_magnitudes, check_trainable, trainable_shapes
 from finetune_trainer.model.load import frozen_names, load_base_model, stored_dtype
 from finetune_trainer.model.load_shards import (
@@ -40,6 +41,7 @@ from finetune_trainer.model.load_shards import (
 )
 from finetune_trainer.model.objective import Objective
 from finetune_trainer.model.pack_shards import fill_packed, packed_layers
+from finetune_trainer.model.wrap_plan import unit_names
 from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.weights.headers import TensorHeader
 
@@ -85,6 +87,8 @@ def build(
     # Adapters freeze all of the base.
     frozen = frozenset() if trains_adapter else frozen_names(base)
     model: nn.Module = attach(base, plan) if trains_adapter else base
+    if plan.method.lora is not None and plan.method.lora.fused_forward and isinstance(model, PeftModel):
+        fuse_adapters(model, unit_names(model, fsdp) if is_sharded else ())
     if METHODS[plan.method.type].needs.overflows_float16 and torch.float16 in (dtypes.load, dtypes.param):
         compute_delora_in_float32(model)
     # After PEFT, which would otherwise ask for gradients of the embeddings' output.

@@ -120,6 +120,30 @@ def test_attention_is_left_to_preflight_on_a_gpu_alone(gpu, given):
     assert chosen == ([] if given else [(None, "preflight chooses")] if is_open else [("sdpa", "keeps packed docu")])
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_fused"),
+    [
+        ({}, True),
+        ({"method.lora.loraDropout": "0.1"}, False),
+        ({"method.lora.initLoraWeights": "pissa"}, False),
+        ({"method.type": "DoRA"}, False),
+        ({"method.type": "QLoRA"}, False),
+        # Its factors are units of their own, unless the user says otherwise.
+        (FSDP1, False),
+        (FSDP1 | {"parallelism.fsdp.peftWrapPolicy": False, "method.lora.autocastAdapterDtype": True}, True),
+    ],
+)
+def test_plain_lora_has_a_forward_pass_of_its_own_on_a_gpu_alone(changes, is_fused):
+    spec = FineTuneJobSpec.model_validate(manifest(changes))
+    profiles = {gpu: FineTuneProfileSpec.model_validate({"trainerImage": "t", **({"gpu": {}} if gpu else {})}) for gpu in (0, 1)}
+    on_gpu, on_cpu = resolve(IDENTITY, spec, profiles[1]), resolve(IDENTITY, spec, profiles[0])
+    assert (on_gpu.method.lora.fused_forward, on_cpu.method.lora.fused_forward) == (is_fused, False)
+    assert planned(changes).method.lora.fused_forward is False
+    reasons = [each.reason for each in on_gpu.choices if each.field == "spec.method.lora.autocastAdapterDtype"]
+    is_open = "method.lora.autocastAdapterDtype" not in changes
+    assert reasons == ["small updates vanish in 16 bits" + "; products take rounded copies" * is_fused] * is_open
+
+
 def test_the_type_of_products():
     bf16 = {"training.precision": "bf16"}
     assert planned(bf16).parallelism.fsdp.param_dtype == "bfloat16"

@@ -1,0 +1,61 @@
+"""LoRA's forward pass in the element type of the base, with its scaling and its sum in one product.
+
+PEFT casts the input of each layer to the type in which adapters are held, multiplies by the scaling and adds, each by a kernel of
+its own over all tokens. Here the two small factors are cast instead, and the second product adds to what the base computed. The
+weights that are trained, saved and merged stay what and where they were: float32 if `autocastAdapterDtype` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora.layer import Linear, LoraLayer
+from torch import nn
+from torch.nn import functional
+
+from finetune_trainer.model.adapters import ADAPTER, lora_layers
+
+
+def fuse_adapters(model: PeftModel, units: Collection[str]) -> int:
+    """Replace the forward pass of each layer that is plain LoRA; how many there are. Call before sharding.
+
+    `units`: names of the modules that FSDP will gather by themselves. A layer whose factors are among them keeps PEFT's, which
+    calls them.
+    """
+    fused = 0
+    for name, layer in lora_layers(model).items():
+        if _is_plain(layer) and not any(unit.startswith(f"{name}.lora_") for unit in units):
+            module: Any = layer
+            module.forward = _FusedForward(module, module.forward)
+            fused += 1
+    return fused
+
+
+def _is_plain(layer: LoraLayer) -> bool:
+    """One adapter, without dropout, biases of its own and other arithmetic than a product."""
+    return (
+        type(layer) is Linear
+        and layer.active_adapters == [ADAPTER]
+        and list(layer.lora_A) == [ADAPTER]
+        and ADAPTER not in layer.lora_variant
+        and not layer.lora_bias[ADAPTER]
+        and isinstance(layer.lora_dropout[ADAPTER], nn.Identity)
+    )
+
+
+class _FusedForward:
+    def __init__(self, layer: Any, plain: Callable[..., torch.Tensor]) -> None:
+        self._layer, self._plain = layer, plain
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        layer = self._layer
+        if args or kwargs or layer.disable_adapters or layer.merged:
+            return self._plain(x, *args, **kwargs)
+        result: torch.Tensor = layer.base_layer(x)
+        kind = result.dtype
+        first, second = layer.lora_A[ADAPTER].weight.to(kind), layer.lora_B[ADAPTER].weight.to(kind)
+        inner = functional.linear(x.flatten(0, -2).to(kind), first)
+        return torch.addmm(result.flatten(0, -2), inner, second.t(), alpha=layer.scaling[ADAPTER]).view(result.shape)
