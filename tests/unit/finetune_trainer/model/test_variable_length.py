@@ -173,3 +173,10 @@ def test_bounds_are_those_of_documents_and_padding() -> None:
     assert found["cu_seq_lens_q"].tolist() == [0, 3, 5, 8, 13, 16]
     assert found["cu_seq_lens_k"] is found["cu_seq_lens_q"]
     assert (found["max_length_q"], found["max_length_k"], found["cu_seq_lens_q"].dtype) == (5, 5, torch.int32)
+
+
+def test_logits_that_differ_from_those_with_a_mask_are_a_reason_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = variable_length.document_bounds
+    one_document = lambda positions, device: bounds(torch.arange(positions.numel())[None], device)  # noqa: E731
+    monkeypatch.setattr(variable_length, "document_bounds", one_document)
+    assert "logits of a small model of this architecture change by" in measured_problem(model_of("llama"))
