@@ -17,6 +17,7 @@ _SPEED_FIELDS: dict[str, set[str]] = {
     },
 }
 """Settings that change how fast and where a run computes, and what it learns only by rounding."""
+_SPEED_LORA_FIELDS = {"fused_forward"}
 _LATER_LORA_FIELDS = {"target_parameters", "trainable_token_indices"}
 """Not in every plan: in one that lacks them they are not part of the digest either, as in the release that froze it."""
 _LEARNING_FIELDS = ("version", "job", "model", "data", "method", "training", "evaluation")
@@ -39,7 +40,7 @@ def learning_sha256(plan: RunPlan) -> str:
         for name in excluded:
             del content[part][name]
     lora = plan.method.lora
-    for name in () if lora is None else _LATER_LORA_FIELDS - lora.model_fields_set:
+    for name in () if lora is None else _SPEED_LORA_FIELDS | _LATER_LORA_FIELDS - lora.model_fields_set:
         del content["method"]["lora"][name]
     return text_sha256(json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False))
 
