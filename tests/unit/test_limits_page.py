@@ -84,8 +84,8 @@ ASKED: dict[str, tuple[Callable[[Path], str], str, str]] = {
     ),
     "packages for flash": (
         written("model.attention", "flash_attention_2"),
-        "torch chooses its flash kernels by itself",
-        "write sdpa",
+        "torch has such kernels itself",
+        "write varlen",
     ),
     "8-bit and paged": (
         written("training.optimizer", "adamw_8bit"),

@@ -188,7 +188,10 @@ WORD_ANSWERS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "model.attention": {
         **dict.fromkeys(
             ("flashattention2", "flashattention3", "flashattention", "flash", "xformers", "flexattention"),
-            (Attention.SDPA.value, "torch chooses its flash kernels by itself, and packed documents stay apart"),
+            (
+                Attention.VARLEN.value,
+                "torch has such kernels itself; left out, preflight chooses them on a GPU if the model allows it",
+            ),
         )
     },
     "training.optimizer": dict.fromkeys(
@@ -278,8 +281,9 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     (("torch_dtype", "dtype"), _words("model.dtype", _DTYPES, "bfloat16")),
     (("attn_implementation", "attention_implementation", "flash_attn", "use_flash_attention_2", "flash_attention"),
      lambda value, _spec: Equivalent(
-         f"write spec.model.attention: {_ATTENTIONS.get(str(value), 'sdpa')}, with which torch chooses its flash kernels itself",
-         {"model.attention": _ATTENTIONS.get(str(value), "sdpa")}, is_certain=str(value) in _ATTENTIONS)),
+         f"write spec.model.attention: {_ATTENTIONS.get(str(value), 'varlen')}; left out, preflight chooses torch's own flash "
+         "kernels on a GPU if the model allows them",
+         {"model.attention": _ATTENTIONS.get(str(value), "varlen")}, is_certain=str(value) in _ATTENTIONS)),
     (("trust_remote_code",), _same("model.allowRemoteCode")),
     (("train_file", "dataset", "dataset_name", "dataset_path", "train_data", "data_path"), _same("data.source")),
     (("max_seq_length", "max_length", "sequence_len", "sequence_length", "seq_len", "cutoff_len", "context_length",

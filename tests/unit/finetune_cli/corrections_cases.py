@@ -79,7 +79,8 @@ MISTAKES: list[tuple[str, Any, bool, str, dict[str, Any]]] = [
     (T + "deepspeed", "zero3.json", PROPOSED, ("remove it: FSDP shards parameters, gradients and optimizer state here, as ZeRO 3 "
      "does; spec.parallelism.fsdp has its settings"), {T + "deepspeed": None}),
     (M + "attention", "flash_attention_2", PROPOSED,
-     "write sdpa: torch chooses its flash kernels by itself, and packed documents stay apart", {M + "attention": "sdpa"}),
+     "write varlen: torch has such kernels itself; left out, preflight chooses them on a GPU if the model allows it",
+     {M + "attention": "varlen"}),
     (T + "optim", "adamw_torch", CERTAIN, "write spec.training.optimizer: AdamW", {T + "optimizer": "AdamW"}),
     (T + "optimizer", "adamw_8bit", PROPOSED,
      ("write AdamW: 8-bit and paged optimizers are not offered: its state is shared among "
