@@ -94,7 +94,8 @@ def _planned(plan: RunPlan, field: str) -> str:
     adapter = plan.method.adapter
     if field.startswith(_SETTINGS) and adapter is not None:
         name = field.removeprefix(_SETTINGS).removeprefix(".")
-        held = effective_settings(plan.method.type, adapter.settings)[name] if name else adapter.settings
+        # Not every method has every setting that an error names.
+        held = effective_settings(plan.method.type, adapter.settings).get(name) if name else adapter.settings
     else:
         held = plan
         for part in field.split(".")[1:]:
