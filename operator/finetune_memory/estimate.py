@@ -329,7 +329,7 @@ class _Estimator:
         ]
 
     def _ordered_sum(self) -> Term:
-        """A virtual rank's gradients beside the sum, and a part of those of all virtual ranks, sent and received."""
+        """A virtual rank's gradients next to the sum, and a part of those of all virtual ranks, sent and received."""
         values = self._num_trained() if self.is_ordered else 0
         exchanged = (self.world_size + 1) * min(values, ORDERED_VALUES_AT_ONCE)
         return Term("ordered sum", 4 * (values + exchanged), "of the gradients of all ranks, as float32")

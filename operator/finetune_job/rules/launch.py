@@ -174,7 +174,7 @@ def _against_order(context: RuleContext) -> Iterator[str]:
     if lora.trainable_token_indices:
         yield f"{_LORA}trainableTokenIndices trains parts of the base"
     if lora.target_parameters:
-        yield f"{_LORA}targetParameters makes the adapted parameters anew in each pass"
+        yield f"{_LORA}targetParameters computes the adapted parameters again in each pass"
     if method.quantization is not None and method.quantization.bits != PACKED_BITS:
         yield f"method.quantization.bits is {method.quantization.bits}"
     if context.plan.parallelism.world_size > 1 and fsdp.version != ORDERED_FSDP:

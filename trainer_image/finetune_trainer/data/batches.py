@@ -50,7 +50,7 @@ class Batch:
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy there of a tensor of the host, for which the host does not wait.
 
-    A GPU copies while the host goes on only from pages that cannot be moved.
+    Only from pages that cannot be moved does a GPU copy while the host continues.
     """
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 

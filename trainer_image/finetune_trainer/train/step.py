@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from finetune_job.plan.run_plan import TrainingPlan
 from finetune_trainer.errors import NonFiniteError
 from finetune_trainer.model.fsdp_versions import Reduction, reducing
-from finetune_trainer.model.objective import BatchSize, Objective, Split
+from finetune_trainer.model.objective import Objective, Split
 from finetune_trainer.observe.steps import StepResult
 from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.train.batches import Prefetch, global_batch, micro_batch
@@ -74,10 +74,6 @@ class _StepTotals:
     squared_document_lengths: int = 0
     data_seconds: float = 0.0
 
-    def count(self, size: BatchSize) -> None:
-        self.tokens += size.tokens
-        self.squared_document_lengths += size.squared_document_lengths
-
 
 def optimizer_step(
     model: nn.Module,
@@ -104,7 +100,8 @@ def optimizer_step(
     # FSDP averages gradients over ranks; the global mean over terms needs their sum.
     num_averaged = 1 if is_ordered else gang.world_size
     while True:
-        done = (_ordered_passes if is_ordered else _passes)(
+        passes = partial(
+            _passes,
             model,
             objective,
             batches,
@@ -115,6 +112,7 @@ def optimizer_step(
             autocast=autocast,
             reduction=reduction,
         )
+        done = passes() if batches.virtual is None else _ordered(passes, model, batches.virtual)
         data_seconds += done.data_seconds
         gradients = local_gradients(model)
         # The only place in a step where the host waits for the device.
@@ -168,15 +166,24 @@ def _passes(
     gang: Gang,
     autocast: torch.dtype | None,
     reduction: Reduction,
+    rank: int | None = None,
+    number: int = 0,
+    ends_step: bool = True,
 ) -> _StepTotals:
-    """Forward and backward for each micro-step; `weight`: of each term."""
+    """Forward and backward for each micro-step; `weight`: of each term.
+
+    rank, number: the virtual rank whose part this is, and its round; unset: the gang's own rank. ends_step: whether no round
+    comes after this one.
+    """
     done = _StepTotals(torch.zeros((), dtype=torch.float64, device=gang.device))
     for micro_step in range(training.gradient_accumulation_steps):
-        batch, waited = batches.take(step, micro_step)
+        batch, waited = batches.take(step, micro_step, number)
         done.data_seconds += waited
-        done.count(objective.size(batch))
-        seed_forward_pass(training.seed, step, micro_step, gang.rank)
-        is_last = micro_step == training.gradient_accumulation_steps - 1
+        size = objective.size(batch)
+        done.tokens += size.tokens
+        done.squared_document_lengths += size.squared_document_lengths
+        seed_forward_pass(training.seed, step, micro_step, gang.rank if rank is None else rank)
+        is_last = ends_step and micro_step == training.gradient_accumulation_steps - 1
         with reducing(model, reduction, is_last=is_last):
             loss = objective.weighted_loss(model, batch, weight, gang.device, autocast)
             torch.autograd.backward(loss)
@@ -184,44 +191,26 @@ def _passes(
     return done
 
 
-def _ordered_passes(
-    model: nn.Module,
-    objective: Objective[Any, Any],
-    batches: StepBatches,
-    *,
-    training: TrainingPlan,
-    step: int,
-    weight: float,
-    gang: Gang,
-    autocast: torch.dtype | None,
-    reduction: Reduction,
-) -> _StepTotals:
-    """As `_passes` for each virtual rank in turn; loss and gradients are then the sums over all of them, on every rank."""
-    virtual = batches.virtual or VirtualRanks(gang.world_size, gang)
-    done = _StepTotals(torch.zeros((), dtype=torch.float64, device=gang.device))
+def _ordered(passes: Callable[..., _StepTotals], model: nn.Module, virtual: VirtualRanks) -> _StepTotals:
+    """`passes` of each virtual rank in turn; loss and gradients are then the sums over all of them, on every rank."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    gradients, losses = [], []
+    gradients, counted, data_seconds = [], [], 0.0
     for number in range(virtual.rounds):
         rank, counts = virtual.in_round(number)
-        of_rank = torch.zeros((), dtype=torch.float64, device=gang.device)
-        for micro_step in range(training.gradient_accumulation_steps):
-            batch, waited = batches.take(step, micro_step, number)
-            done.data_seconds += waited
-            if counts:
-                done.count(objective.size(batch))
-            seed_forward_pass(training.seed, step, micro_step, rank)
-            is_last = (number, micro_step) == (virtual.rounds - 1, training.gradient_accumulation_steps - 1)
-            with reducing(model, reduction, is_last=is_last):
-                loss = objective.weighted_loss(model, batch, weight, gang.device, autocast)
-                torch.autograd.backward(loss)
-            of_rank += loss.detach()
-        of_round = flat_gradients(trained)
+        of_round = passes(rank=rank, number=number, ends_step=number == virtual.rounds - 1)
+        data_seconds += of_round.data_seconds
+        found = flat_gradients(trained)
         if counts:
-            gradients.append(of_round)
-            losses.append(of_rank)
+            gradients.append(found)
+            counted.append(of_round)
     take_gradients(trained, ordered_sum(gradients, virtual))
-    done.loss += summed_in_order(torch.stack(losses).tolist(), virtual)
-    return done
+    losses = torch.stack([each.loss for each in counted])
+    return _StepTotals(
+        loss=torch.full_like(losses[0], summed_in_order(losses.tolist(), virtual)),
+        tokens=sum(each.tokens for each in counted),
+        squared_document_lengths=sum(each.squared_document_lengths for each in counted),
+        data_seconds=data_seconds,
+    )
 
 
 def local_gradients(model: nn.Module) -> list[torch.Tensor]:

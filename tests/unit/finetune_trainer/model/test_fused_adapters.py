@@ -103,7 +103,7 @@ def test_no_layer_casts_its_input_or_multiplies_in_float32() -> None:
             model.get_base_model().model(input_ids=IDS, use_cache=False)
         counts.append((seen.casts, seen.products))
         fuse_adapters(model, ())
-    # Two norms in each layer and one at the end compute in float32 and cast back, whoever adds the adapters.
+    # Two norms in each layer and one at the end compute in float32 and cast back, whichever code adds the adapters.
     norms = 2 * (2 * 2 + 1)
     assert counts[1] == (norms, 0)
     # PEFT casts the input of each of seven layers, and has both products in float32.

@@ -121,7 +121,7 @@ def test_gradients_adapter_and_merge_are_those_of_peft_alone(
 
 
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    """Of parts that are trained in float32 beside a base of 16 bits."""
+    """Of parts that are trained in float32 next to a base of 16 bits."""
     method = {"type": "LoRA", "lora": {"r": 4, "trainableTokenIndices": [3, 9, 44], "modulesToSave": ["norm", "lm_head"]}}
     spec = tiny_spec(method=method, merge={"enabled": False}, model={"dtype": "bfloat16"})
     contexts = [run_context(tmp_path / name, spec) for name in ("undisturbed", "killed")]
