@@ -118,6 +118,9 @@ class CheckpointSpec(ApiModel):
     """Optimizer steps between two checkpoints."""
     every_seconds: Annotated[int, Field(ge=1, le=86_400)] | None = None
     """Also save when this many seconds have passed since the latest checkpoint. Unset: steps alone decide."""
+    adaptive: bool = False
+    """Save more often once attempts have been lost, as on nodes that are taken back: at the interval of Young and Daly, from the
+    measured time between losses and the measured time of a save. `everySteps` and `everySeconds` stay the longest interval."""
     asynchronous: bool | None = None
     """Write while training continues, from a copy in host memory. Unset: true for Full, whose state is large, else false."""
     keep: Annotated[int, Field(ge=2, le=1000)] = 2

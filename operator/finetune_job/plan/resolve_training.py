@@ -80,6 +80,7 @@ def checkpoint_plan(spec: FineTuneJobSpec, choices: Choices) -> CheckpointPlan:
     return CheckpointPlan(
         every_steps=spec.checkpoint.every_steps,
         every_seconds=spec.checkpoint.every_seconds,
+        adaptive=spec.checkpoint.adaptive,
         asynchronous=choices.pick(
             "checkpoint.asynchronous",
             spec.checkpoint.asynchronous,

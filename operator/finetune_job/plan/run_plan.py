@@ -237,6 +237,8 @@ class ParallelismPlan(Ranks):
 class CheckpointPlan(CheckpointInterval):
     """Checkpoints."""
 
+    adaptive: bool = False
+    """Whether losses make the interval shorter."""
     asynchronous: bool = False
     keep: int
 

@@ -93,8 +93,10 @@ class Checkpoints:
                 _HINT,
             )
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, interval_for_losses: float | None = None) -> bool:
         """Whether the plan asks for a checkpoint after this step; the same on all ranks. Call once after each step.
+
+        interval_for_losses: seconds; counts if the plan's interval is adaptive.
 
         A save under way is completed here once all ranks have written. Costs a message only while there is one, or if the plan
         counts seconds, of which rank 0's count. Raises SaveError.
@@ -105,9 +107,11 @@ class Checkpoints:
                 self.wait()
         if step % self._plan.every_steps == 0:
             return True
-        if self._plan.every_seconds is None:
+        if self._plan.every_seconds is None and not self._plan.adaptive:
             return False
-        return self._gang.from_first(time.monotonic() - self._latest_save >= self._plan.every_seconds, bool)
+        limits = [self._plan.every_seconds, interval_for_losses if self._plan.adaptive else None]
+        passed = time.monotonic() - self._latest_save
+        return self._gang.from_first(any(limit is not None and passed >= limit for limit in limits), bool)
 
     def save(self, step: int, state: RunState, *, is_best: bool = False, is_last: bool = False) -> None:
         """Save the state after optimizer step `step`.

@@ -7,7 +7,7 @@ start of the first attempt and the latest record belongs to exactly one cause, s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -65,6 +65,10 @@ class TimeSpent(_Record):
     kind: Literal["spent"] = "spent"
     seconds: Mapping[Activity, float]
     """Since the start of the attempt."""
+    num_saves: int = 0
+    """Checkpoints that it has taken so far."""
+    is_last: bool = False
+    """The attempt has ended by itself: one that is killed leaves no such record."""
 
 
 GoodputRecord = AttemptStarted | TimeSpent
@@ -96,6 +100,41 @@ class GoodputTotals:
                 cause = Cause(activity.value)
                 badput[cause] = badput.get(cause, 0.0) + spent
         return GoodputTotals(self.productive_seconds + seconds.get(Activity.STEPS, 0.0), badput)
+
+
+@dataclass(frozen=True)
+class AttemptLosses:
+    """Attempts that ended with steps that had to be done again, or were killed; and what is known of their saves."""
+
+    count: int = 0
+    seconds: float = 0.0
+    """That all attempts have run."""
+    save_seconds: float = 0.0
+    num_saves: int = 0
+
+    def plus(self, seconds: Mapping[Activity, float], num_saves: int) -> AttemptLosses:
+        """With a running attempt."""
+        return AttemptLosses(
+            self.count,
+            self.seconds + sum(seconds.values()),
+            self.save_seconds + seconds.get(Activity.CHECKPOINT, 0.0),
+            self.num_saves + num_saves,
+        )
+
+
+def attempt_losses(records: Sequence[GoodputRecord]) -> AttemptLosses:
+    """Of all attempts but the one that the last record starts. An attempt that saved before it ended has lost nothing."""
+    found = AttemptLosses()
+    latest: GoodputRecord | None = None
+    for record in records:
+        if isinstance(record, AttemptStarted) and latest is not None:
+            is_whole = isinstance(latest, TimeSpent) and latest.is_last and record.step >= latest.step
+            spent = latest if isinstance(latest, TimeSpent) else None
+            found = replace(found, count=found.count + (not is_whole))
+            found = found.plus(spent.seconds, spent.num_saves) if spent else found
+        if isinstance(record, AttemptStarted) or (latest is not None and record.attempt == latest.attempt):
+            latest = record
+    return found
 
 
 def parse_records(lines: Iterable[Mapping[str, Any]]) -> list[GoodputRecord]:

@@ -20,6 +20,7 @@ from finetune_job.failures import Outcome
 from finetune_job.progress import Progress
 from finetune_trainer.checkpoint.checkpoints import Checkpoints
 from finetune_trainer.checkpoint.evidence import CHECKPOINT_STEP
+from finetune_trainer.checkpoint.interval import best_interval
 from finetune_trainer.checkpoint.manifest import RunState
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import classify
@@ -87,6 +88,10 @@ class Observer:
 
     def saved(self) -> None:
         """A checkpoint has been taken."""
+
+    def interval_for_losses(self) -> float | None:
+        """Seconds between saves that lose the least time, by what was lost so far; None if nothing was, or for other ranks."""
+        return None
 
     def facts(self) -> dict[str, str]:
         """For the report of a run that has ended well."""
@@ -220,7 +225,16 @@ class Reporter(Observer):
         )
 
     def saved(self) -> None:
+        self._goodput.saved()
         self._see_checkpoints()
+
+    def interval_for_losses(self) -> float | None:
+        found = self._goodput.losses()
+        # Until one was measured, a save is taken to last as long as a step.
+        save_seconds = found.save_seconds / found.num_saves if found.num_saves else self._window.seconds_mean
+        if not found.count or save_seconds is None:
+            return None
+        return best_interval(save_seconds, found.seconds / found.count)
 
     def facts(self) -> dict[str, str]:
         goodput_totals = self._goodput.totals()
@@ -250,6 +264,8 @@ class Reporter(Observer):
     def _checkpoint_interval(self, step_seconds: float) -> float | None:
         asked = self._run.context.plan.checkpoint
         intervals = [asked.every_steps * step_seconds, asked.every_seconds or 0]
+        if asked.adaptive and (for_losses := self.interval_for_losses()) is not None:
+            intervals.append(max(for_losses, step_seconds))
         return min((seconds for seconds in intervals if seconds > 0), default=None)
 
     def _mfu(self, flops_per_second: float | None) -> float | None:

@@ -17,10 +17,12 @@ from finetune_trainer.files import read_own, write_durably
 from finetune_trainer.json_lines import JsonLines, read_lines
 from finetune_trainer.observe.goodput import (
     Activity,
+    AttemptLosses,
     AttemptStarted,
     GoodputRecord,
     GoodputTotals,
     TimeSpent,
+    attempt_losses,
     goodput_totals,
     parse_records,
 )
@@ -106,7 +108,8 @@ class GoodputRecorder:
         earlier: list[GoodputRecord] = parse_records(read_lines(read_own(path).decode(errors="replace"))) if path.exists() else []
         self._attempt, self._stopwatch = attempt, stopwatch
         self._start = AttemptStarted(attempt=attempt, time=now - sum(stopwatch.seconds().values()), step=resumed_step)
-        self._before = goodput_totals([*earlier, self._start])
+        self._before, self._losses = goodput_totals([*earlier, self._start]), attempt_losses([*earlier, self._start])
+        self._num_saves = 0
         self._lines = JsonLines(path)
         self._lines.append(self._start.model_dump(mode="json"))
         self._written_at = self._start.time
@@ -115,17 +118,28 @@ class GoodputRecorder:
         """Until now."""
         return self._before.plus(self._stopwatch.seconds())
 
-    def record(self, step: int, *, always: bool) -> None:
+    def losses(self) -> AttemptLosses:
+        """Of earlier attempts, with the time of this one."""
+        return self._losses.plus(self._stopwatch.seconds(), self._num_saves)
+
+    def saved(self) -> None:
+        """A checkpoint has been taken."""
+        self._num_saves += 1
+
+    def record(self, step: int, *, always: bool, is_last: bool = False) -> None:
         """Write what this attempt has spent so far; unless `always`, only when the latest record is old."""
         seconds = self._stopwatch.seconds()
         now = self._start.time + sum(seconds.values())
         if always or now - self._written_at >= LONGEST_GAP_SECONDS:
-            self._lines.append(TimeSpent(attempt=self._attempt, time=now, step=step, seconds=seconds).model_dump(mode="json"))
+            spent = TimeSpent(
+                attempt=self._attempt, time=now, step=step, seconds=seconds, num_saves=self._num_saves, is_last=is_last
+            )
+            self._lines.append(spent.model_dump(mode="json"))
             self._written_at = now
 
     def close(self, step: int) -> None:
         """The last record."""
-        self.record(step, always=True)
+        self.record(step, always=True, is_last=True)
         self._lines.close()
 
 

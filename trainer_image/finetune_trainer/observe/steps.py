@@ -72,6 +72,11 @@ class PaceWindow:
         self._steps.append(step)
         return pace(self._steps)
 
+    @property
+    def seconds_mean(self) -> float | None:
+        """Of a step; None before the first."""
+        return pace(self._steps).seconds_mean if self._steps else None
+
 
 def pace(steps: Sequence[StepTiming]) -> Pace:
     """Of at least one step."""

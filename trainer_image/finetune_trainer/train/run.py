@@ -167,7 +167,7 @@ class _Loop:
         # Kept at once: no later moment has these weights.
         is_kept = is_best and evaluation.load_best_model_at_end
         # Asked after every step, because the ranks answer together.
-        is_due = self.checkpoints.due(self.step)
+        is_due = self.checkpoints.due(self.step, observer.interval_for_losses())
         is_saved = is_due or is_kept or result.stop or self.has_ended
         observer.stepped(
             StepDone(

@@ -70,7 +70,24 @@ def test_steps_and_seconds_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not run.checkpoints.due(13)
     by_steps = OneRank(tmp_path, checkpoint={"everySteps": 10})
     now[0] += 10_000
-    assert not by_steps.checkpoints.due(13)
+    assert not by_steps.checkpoints.due(13, interval_for_losses=5.0), "the plan's interval is fixed"
+
+
+def test_losses_make_an_adaptive_interval_shorter_and_never_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    run = OneRank(tmp_path, checkpoint={"everySteps": 10, "everySeconds": 60, "adaptive": True})
+    now[0] += 20
+    assert not run.checkpoints.due(1)
+    assert not run.checkpoints.due(1, interval_for_losses=20.5)
+    assert run.checkpoints.due(1, interval_for_losses=20.0)
+    assert run.checkpoints.due(10, interval_for_losses=500.0)
+    now[0] += 40
+    assert run.checkpoints.due(2, interval_for_losses=500.0)
+    only_losses = OneRank(tmp_path, checkpoint={"everySteps": 1000, "adaptive": True})
+    now[0] += 30
+    assert only_losses.checkpoints.due(3, interval_for_losses=30.0)
+    assert not only_losses.checkpoints.due(3)
 
 
 def test_the_best_is_kept_and_exported(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from finetune_trainer.json_lines import read_lines
 from finetune_trainer.observe.goodput import (
     Activity,
+    AttemptLosses,
     AttemptStarted,
     Cause,
     GoodputRecord,
     GoodputTotals,
     TimeSpent,
+    attempt_losses,
     goodput_totals,
     parse_records,
 )
@@ -145,6 +147,49 @@ def test_the_stopwatch_gives_each_second_to_one_activity() -> None:
     }
     watch.move(100, Activity.STEPS, Activity.DATA_WAIT)
     assert sum(watch.seconds().values()) == clock.now - 1000 + 12
+
+
+def ended(record: TimeSpent, num_saves: int = 0) -> TimeSpent:
+    return record.model_copy(update={"is_last": True, "num_saves": num_saves})
+
+
+def test_an_attempt_is_a_loss_unless_it_saved_before_it_ended() -> None:
+    """0 is killed, 1 stops on request after a save, 2 fails behind its save, 3 dies before its first record; 4 runs."""
+    found = attempt_losses(
+        [
+            AttemptStarted(attempt=0, time=0, step=0),
+            spent(0, 0, 10, startup=20, steps=50).model_copy(update={"num_saves": 2}),
+            AttemptStarted(attempt=1, time=100, step=10),
+            ended(spent(1, 100, 14, steps=30, checkpoint=6), num_saves=1),
+            AttemptStarted(attempt=2, time=200, step=14),
+            ended(spent(2, 200, 20, steps=40, checkpoint=3), num_saves=2),
+            AttemptStarted(attempt=3, time=300, step=18),
+            AttemptStarted(attempt=4, time=400, step=18),
+        ]
+    )
+    assert found == AttemptLosses(count=3, seconds=70 + 36 + 43, save_seconds=9, num_saves=5)
+    assert found.plus({Activity.STEPS: 5.0, Activity.CHECKPOINT: 1.0}, 1) == AttemptLosses(3, 155, 10, 6)
+    assert attempt_losses([]) == attempt_losses([AttemptStarted(attempt=0, time=0, step=0)]) == AttemptLosses()
+
+
+def test_the_records_of_an_attempt_tell_whether_it_was_killed(tmp_path: Path) -> None:
+    path, clock = tmp_path / "accounts.jsonl", Clock()
+
+    def attempt(number: int, first_step: int) -> GoodputRecorder:
+        clock.now += 10
+        return GoodputRecorder(path, number, first_step, Stopwatch(0.0, clock), now=clock.now)
+
+    killed = attempt(0, 0)
+    killed.saved()
+    clock.now += 30
+    killed.record(5, always=True)
+    stopped = attempt(1, 5)
+    assert stopped.losses() == AttemptLosses(count=1, seconds=30, num_saves=1)
+    clock.now += 20
+    assert stopped.losses().seconds == 50
+    stopped.close(8)
+    assert attempt(2, 8).losses() == AttemptLosses(count=1, seconds=50, num_saves=1)
+    assert attempt(3, 7).losses().count == 2
 
 
 def test_the_book_goes_on_after_a_line_that_a_kill_cut_off(tmp_path: Path) -> None:

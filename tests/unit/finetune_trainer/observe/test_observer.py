@@ -109,3 +109,35 @@ def test_a_run_that_fails_still_leaves_its_last_record(tmp_path: Path) -> None:
         fail_after_a_step()
     records = read_lines(run.context.workspace.accounts.read_text())
     assert (records[0]["kind"], records[-1]["kind"], records[-1]["step"]) == ("started", "spent", 1)
+
+
+def test_the_interval_between_saves_follows_what_was_lost(tmp_path: Path) -> None:
+    """Attempt 0 was killed after 98 s and two saves of 2 s each; by hand: Young's 19.8 s and Daly's correction."""
+    spec = tiny_spec(checkpoint={"adaptive": True})
+    run = replace(observed(tmp_path), context=run_context(tmp_path, spec), first_step=5, is_resumed=True)
+    accounts = run.context.workspace.accounts
+    accounts.parent.mkdir(parents=True, exist_ok=True)
+    lines: list[dict[str, Any]] = [
+        {"kind": "started", "attempt": 0, "time": 0.0, "step": 0},
+        {"kind": "spent", "attempt": 0, "time": 98.0, "step": 6, "seconds": {"steps": 94.0, "checkpoint": 4.0}, "num_saves": 2},
+    ]
+    accounts.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    now = [0.0]
+    with observing(run, RunState(), Stopwatch(0.0, lambda: now[0]), 0, lambda: False) as observer:
+        assert observer.interval_for_losses() == pytest.approx(19.80 * (1 + (1 / 98) ** 0.5 / 3 + 1 / 98 / 9) - 2, abs=0.01)
+        now[0] += 300
+        assert observer.interval_for_losses() == pytest.approx(39.90 * 1.0170 - 2, abs=0.02), "398 s have passed with one loss"
+        observer.saved()
+        observer.stepped(done(6))
+        port = json.loads((run.context.workspace.root / "observe.json").read_text())["port"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/progress", timeout=30) as response:
+            assert json.loads(response.read())["checkpoint_interval_seconds"] == 4.0, "every 2 steps is more often"
+
+
+def test_a_run_that_has_lost_nothing_has_no_interval_of_its_own(tmp_path: Path) -> None:
+    with observing(observed(tmp_path), RunState(), Stopwatch(0.0), 0, lambda: False) as observer:
+        observer.stepped(done(1))
+        assert observer.interval_for_losses() is None
+    assert Observer().interval_for_losses() is None
+    accounts = read_lines(observed(tmp_path).context.workspace.accounts.read_text())
+    assert (accounts[-1]["num_saves"], accounts[-1]["is_last"]) == (0, True)

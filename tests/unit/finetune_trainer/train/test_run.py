@@ -19,7 +19,7 @@ from finetune_trainer.checkpoint.manifest import RunState, step_of
 from finetune_trainer.checkpoint.retention import checkpoint_directories
 from finetune_trainer.context import RunContext
 from finetune_trainer.json_lines import read_lines
-from finetune_trainer.observe.goodput import Cause, goodput_totals, parse_records
+from finetune_trainer.observe.goodput import AttemptStarted, Cause, TimeSpent, goodput_totals, parse_records
 from finetune_trainer.ranks.reports import rank_report_name
 from tests.support.forked_ranks import Disturbance, Fault, run_gang, trained_files, wrap
 from tests.support.tiny_model import run_context, tiny_spec, write_model_report
@@ -29,7 +29,7 @@ LOSSES = {0: 1.0, 2: 5.0, 4: 4.0, 6: 4.5, 8: 3.75 + 0.5, 10: 0.5, 12: 0.25}
 """By step. With patience 2 the run ends after step 8, its best checkpoint is that of step 4; step 10 is never seen."""
 SPEC = tiny_spec(
     training={"maxSteps": TOTAL},
-    checkpoint={"everySteps": 3, "keep": 2},
+    checkpoint={"everySteps": 3, "keep": 2, "adaptive": True},
     evaluation={"everySteps": 2, "earlyStopping": {"patience": 2, "minDelta": "0.5"}, "loadBestModelAtEnd": True},
 )
 
@@ -56,6 +56,14 @@ class NotANumber:
     def arm(self, rank: int) -> None:
         results = iter([5.0, math.nan])
         wrap("train.run:held_out_loss", lambda original, *_arguments, **_named: next(results))
+
+
+@dataclass(frozen=True)
+class LossesCallForSaves:
+    """If anything was lost, the interval between saves is none."""
+
+    def arm(self, rank: int) -> None:
+        wrap("observe.observer:best_interval", lambda original, *_arguments: 0.0)
 
 
 @dataclass(frozen=True)
@@ -146,14 +154,14 @@ DISTURBANCES = [
 @pytest.mark.parametrize("fault", DISTURBANCES, ids=str)
 def test_a_resumed_run_decides_as_the_undisturbed_one(undisturbed: RunContext, tmp_path: Path, fault: Fault) -> None:
     """With parameters that stay gathered, and recomputation, as preflight chose; the undisturbed run, for which nobody chose,
-    frees the ones and keeps what the other computes again.
+    frees the ones and keeps what the other computes again. An adaptive interval saves each step once something was lost.
     """
     context = run_context(tmp_path, SPEC)
     full = Choice(field=RECOMPUTATION_FIELD, value="Full", reason="")
     write_model_report(context, reshard_after_forward=False, batches=[full])
     codes = run(context, fault, Noted(tmp_path))
     assert codes[fault.rank] == (-SIGKILL if fault.signal == SIGKILL else EXIT_CODES[FailureClass.PREEMPTED])
-    assert run(context, Noted(tmp_path)) == [0, 0]
+    assert run(context, Noted(tmp_path), LossesCallForSaves()) == [0, 0]
     assert [(tmp_path / f"chosen-{rank}").read_text() for rank in (0, 1)] == ["False/Full False/Full "] * 2
     facts, expected = report_of(context).facts, report_of(undisturbed).facts
     same = ("stopped_early_at", "exported_step", "best_eval_loss", "eval_loss", "loss", "step", "tokens", "adapter_sha256")
@@ -162,6 +170,11 @@ def test_a_resumed_run_decides_as_the_undisturbed_one(undisturbed: RunContext, t
     assert [line["step"] for line in history_of(context)] == list(range(STOP + 1))
     records = parse_records(read_lines(context.workspace.accounts.read_text()))
     found = goodput_totals(records)
+    (*_, begun), ended = (each for each in records if isinstance(each, AttemptStarted)), records[-1]
+    assert isinstance(ended, TimeSpent)
+    assert ended.is_last
+    # What stopped on request had saved: no loss, so only the last step is saved.
+    assert ended.num_saves == (1 if fault.signal == SIGTERM else STOP - begun.step)
     assert found.total_seconds == pytest.approx(records[-1].time - records[0].time)
     assert found.badput_seconds[Cause.BETWEEN_ATTEMPTS] > 0
 
