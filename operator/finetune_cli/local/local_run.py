@@ -89,9 +89,12 @@ class LocalRun:
         audience: RunListener,
         *,
         ranks: int | None = None,
+        until_step: int | None = None,
     ) -> None:
-        """`lock`: descriptor that keeps the job taken. `ranks`: that train, if not as many as the plan says."""
-        self.ranks = ranks
+        """`lock`: descriptor that keeps the job taken. `ranks`: that train, if not as many as the plan says. `until_step`: after
+        which training ends with its state saved.
+        """
+        self.ranks, self.until_step = ranks, until_step
         self.place, self.plan, self.record, self.lock, self.audience = place, plan, record, lock, audience
         workspace = plan.workspace
         self.last: TerminationReport | None = None
@@ -139,6 +142,7 @@ class LocalRun:
                 termination_log=self.place.termination_log(role, attempt),
                 lock=self.lock,
                 ranks=self.ranks,
+                until_step=self.until_step,
             ),
             output,
             interruption,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from finetune_job.catalogue.adapters import EFFECT_ENTRIES, NAME_ENTRIES
+from finetune_job.catalogue.audit import AUDIT_ENTRIES
 from finetune_job.catalogue.data import CHAT_ENTRIES, RECORD_ENTRIES
 from finetune_job.catalogue.entry import EITHER, Entry
 from finetune_job.catalogue.model import ARCHITECTURE_ENTRIES, FILE_ENTRIES, SHARDING_ENTRIES
@@ -21,6 +22,7 @@ TOPICS: Mapping[str, tuple[Entry, ...]] = {
     "Adapters: effect": EFFECT_ENTRIES,
     "Sharding": SHARDING_ENTRIES,
     "Manifest, storage, memory, rehearsal": RESOURCE_ENTRIES,
+    "Audit of a run": AUDIT_ENTRIES,
 }
 ENTRIES: tuple[Entry, ...] = tuple(entry for entries in TOPICS.values() for entry in entries)
 _BY_ID = {entry.id: entry for entry in ENTRIES}
