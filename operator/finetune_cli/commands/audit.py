@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.audit_process import RunParts, difference, inspect_run
 from finetune_cli.local.claims import claims_of, link_claims
 from finetune_cli.local.known_runs import named_runs
-from finetune_cli.local.launch import Interruption, check_trainer
+from finetune_cli.local.launch import Interruption, Trainer, check_trainer
 from finetune_cli.local.replay import Interval, Replay, check_ranks, claims_of_run, draw, kept_intervals
 from finetune_cli.local.run_directory import RunDirectory, holder_of, read_record
 from finetune_cli.local.summary import read_history
@@ -105,18 +106,20 @@ def audit(order: AuditOrder, count: int, seed: int | None, console: Console) -> 
         _say_what_is_not_covered(run, parts, available)
         seed = secrets.randbelow(1 << 32) if seed is None else seed
         drawn = draw(available, count, seed)
-        with LiveView(console, run.title) as view:
+        with LiveView(console, run.title) as view, Trainer() as trainer:
             for interval in drawn:
                 console.print(f"{run.title}: computing {interval} again", markup=False, soft_wrap=True)
-                replay = Replay(run.plan, run.claims, scratch / f"interval-{interval.end}")
+                replay = Replay(run.plan, run.claims, scratch / f"interval-{interval.end}", trainer)
                 replay.take_inputs([_directory(interval.start)] if interval.start else [])
                 replay.run((Role.TRAIN,), view, interruption, ranks=ranks, until_step=interval.end)
                 ours, theirs = (each.checkpoints / _directory(interval.end) for each in (run.workspace, replay.workspace))
                 said = difference("checkpoints", ours, theirs, interruption)
                 if said is not None:
                     run.findings.append(_interval_differs(interval, said, _device_note(parts, replay.workspace)))
+                shutil.rmtree(replay.place.root)
             if parts.exported_step is not None and parts.steps:
-                _compare_result(run, parts, scratch / "result", view, interruption, ranks=ranks)
+                replay = Replay(run.plan, run.claims, scratch / "result", trainer)
+                _compare_result(run, parts, replay, view, interruption, ranks=ranks)
         return AuditEnd(run.title, run.findings, drawn, len(available), seed, parts.exported_step is not None)
 
 
@@ -132,8 +135,8 @@ def reproduce(order: AuditOrder, console: Console) -> AuditEnd:
         results = [place for place in (run.workspace.adapter, run.output.adapter) if place.is_dir()]
         if not results:
             raise LocalError(f"{run.title}: has no trained result to compare with; let it train to its end with `finetune run`")
-        replay = Replay(run.plan, run.claims, scratch / "again")
-        with LiveView(console, run.title) as view:
+        with LiveView(console, run.title) as view, Trainer() as trainer:
+            replay = Replay(run.plan, run.claims, scratch / "again", trainer)
             ranks = order.ranks if order.ranks is not None else _ranks(run.plan, parts)
             replay.run((Role.PREFLIGHT,), view, interruption, ranks=ranks)
             run.findings += _inputs_differ(run.workspace, replay.workspace)
@@ -233,11 +236,10 @@ def _say_what_is_not_covered(run: _Audited, parts: RunParts, available: Sequence
 
 
 def _compare_result(
-    run: _Audited, parts: RunParts, scratch: Path, view: LiveView, interruption: Interruption, *, ranks: int | None
+    run: _Audited, parts: RunParts, replay: Replay, view: LiveView, interruption: Interruption, *, ranks: int | None
 ) -> None:
     """Export the last checkpoint again: a run that resumes from its last step has nothing else to do."""
     steps = dict.fromkeys(step for step in (parts.steps[-1], parts.best_step) if step in parts.steps)
-    replay = Replay(run.plan, run.claims, scratch)
     replay.take_inputs([_directory(step) for step in steps if step is not None])
     replay.run((Role.TRAIN,), view, interruption, ranks=ranks)
     said = difference("results", run.workspace.adapter, replay.workspace.adapter, interruption)
@@ -298,7 +300,7 @@ def _directory(step: int) -> str:
 def audit_text(end: AuditEnd) -> str:
     """What was found, and what it covers."""
     lines = [finding_text(finding) for finding in end.findings]
-    verdict = "nothing differs" if end.exit_code is ExitCode.DONE else "IT IS NOT WHAT IT SAYS"
+    verdict = "nothing differs" if end.exit_code is ExitCode.DONE else "different, as the findings above say"
     lines += ["", f"{end.run}: {verdict}"]
     if end.seed is not None:
         shown = ", ".join(map(str, end.intervals))

@@ -101,10 +101,17 @@ class LocalRun:
         """How the role ended that ran last."""
         self.workspace = WorkspaceLayout(place.claims / workspace.claim / workspace.path)
 
-    def execute(self, max_restarts: int, interruption: Interruption, roles: Sequence[Role] | None = None) -> ExitCode:
-        """Run the roles that have not ended with success yet. `roles`: these of them; None: all that the plan needs."""
-        with Trainer() as trainer:
-            return self._run_roles(trainer, max_restarts, interruption, roles_of(self.plan) if roles is None else roles)
+    def execute(
+        self, max_restarts: int, interruption: Interruption, roles: Sequence[Role] | None = None, trainer: Trainer | None = None
+    ) -> ExitCode:
+        """Run the roles that have not ended with success yet. `roles`: these of them; None: all that the plan needs. `trainer`:
+        that outlives this run; None: one of its own.
+        """
+        wanted = roles_of(self.plan) if roles is None else roles
+        if trainer is not None:
+            return self._run_roles(trainer, max_restarts, interruption, wanted)
+        with Trainer() as own:
+            return self._run_roles(own, max_restarts, interruption, wanted)
 
     def _run_roles(self, trainer: Trainer, max_restarts: int, interruption: Interruption, roles: Sequence[Role]) -> ExitCode:
         for role in roles:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.claims import claim_directories, claims_of, link_claims
-from finetune_cli.local.launch import Interruption
+from finetune_cli.local.launch import Interruption, Trainer
 from finetune_cli.local.local_run import LocalRun, RunListener
 from finetune_cli.local.run_directory import RunDirectory, freeze, locked
 from finetune_job.api.base import ClaimPath
@@ -97,9 +97,9 @@ def claims_of_run(run: RunDirectory, plan: RunPlan, given: Mapping[str, Path]) -
 class Replay:
     """A scratch directory in which the plan of a run runs again."""
 
-    def __init__(self, plan: RunPlan, claims: Mapping[str, Path], scratch: Path) -> None:
+    def __init__(self, plan: RunPlan, claims: Mapping[str, Path], scratch: Path, trainer: Trainer) -> None:
         """`claims`: directories of the run's own claims. Raises LocalError."""
-        self.plan = replay_plan(plan)
+        self.plan, self._trainer = replay_plan(plan), trainer
         self.place = RunDirectory(scratch)
         self._original = WorkspaceLayout(claims[plan.workspace.claim] / plan.workspace.path)
         self.workspace = WorkspaceLayout(scratch / SCRATCH_CLAIM / self.plan.workspace.path)
@@ -133,7 +133,7 @@ class Replay:
             local_run = LocalRun(
                 self.place, self.plan, freeze(self.place, self.plan), lock, listener, ranks=ranks, until_step=until_step
             )
-            code = local_run.execute(0, interruption, roles=roles)
+            code = local_run.execute(0, interruption, roles=roles, trainer=self._trainer)
         if code is ExitCode.INTERRUPTED:
             raise LocalError("interrupted; nothing was changed", code)
         if code is not ExitCode.DONE:

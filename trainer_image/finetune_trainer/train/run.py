@@ -125,9 +125,8 @@ class _Loop:
     @property
     def has_ended(self) -> bool:
         until = self.context.until_step
-        return self.step >= (self.total if until is None else min(until, self.total)) or policy.is_stopped_early(
-            self.state, self.plan.evaluation
-        )
+        last = self.total if until is None else min(until, self.total)
+        return self.step >= last or policy.is_stopped_early(self.state, self.plan.evaluation)
 
     def run(self, observer: Observer) -> None:
         """All steps that are left."""
