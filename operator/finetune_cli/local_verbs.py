@@ -209,9 +209,10 @@ def audit(
     """
     from rich.console import Console
 
-    from finetune_cli.commands.audit import AuditOrder, audit_document, audit_text
+    from finetune_cli.commands.audit import AuditOrder
     from finetune_cli.commands.audit import audit as audit_run
     from finetune_cli.local.claims import parse_claims
+    from finetune_cli.render.audit import audit_document, audit_text
 
     with errors_told():
         order = AuditOrder(run, claims, namespace, parse_claims(claim or []), ranks, scratch)
@@ -237,9 +238,10 @@ def reproduce(
     """
     from rich.console import Console
 
-    from finetune_cli.commands.audit import AuditOrder, audit_document, audit_text
+    from finetune_cli.commands.audit import AuditOrder
     from finetune_cli.commands.audit import reproduce as reproduce_run
     from finetune_cli.local.claims import parse_claims
+    from finetune_cli.render.audit import audit_document, audit_text
 
     with errors_told():
         order = AuditOrder(run, claims, namespace, parse_claims(claim or []), ranks, scratch)

@@ -26,6 +26,7 @@ from rich.console import Console
 from finetune_cli.commands import audit as command
 from finetune_cli.local.replay import Interval, draw
 from finetune_cli.local.run_directory import RunDirectory
+from finetune_cli.render.audit import audit_document
 from tests.support.audited_run import INTERVALS, TAMPERINGS, ForkedReplay, Tampering, audited_run, copied
 from tests.support.source_seed import add_seed
 
@@ -87,7 +88,7 @@ def _audited(place: RunDirectory, drawn: Interval, *, is_real: bool) -> dict[str
     if not is_real:
         order = command.AuditOrder(str(place.root), Path(), None, {}, None)
         with Path(os.devnull).open("w") as nowhere:
-            return command.audit_document(command.audit(order, 1, seed, Console(file=nowhere)))
+            return audit_document(command.audit(order, 1, seed, Console(file=nowhere)))
     arguments = ["audit", str(place.root), "--intervals", "1", "--seed", str(seed), "-o", "json"]
     done = subprocess.run([sys.executable, "-m", "finetune_cli", *arguments], stdout=subprocess.PIPE, check=False)
     return dict(json.loads(done.stdout or b'{"intervals": "nothing, because it failed"}'))

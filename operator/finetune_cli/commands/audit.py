@@ -22,9 +22,10 @@ from finetune_cli.local.launch import Interruption, Trainer, check_trainer
 from finetune_cli.local.replay import Interval, Replay, check_ranks, claims_of_run, draw, kept_intervals
 from finetune_cli.local.run_directory import RunDirectory, holder_of, read_record
 from finetune_cli.local.summary import read_history
+from finetune_cli.render.audit import AuditEnd
 from finetune_cli.render.run import LiveView
-from finetune_cli.render.verdicts import finding_text
-from finetune_job.catalogue.book import make_finding
+from finetune_job.api.training import GradientReduction
+from finetune_job.catalogue.book import audit_finding
 from finetune_job.finding import Finding
 from finetune_job.layout import OutputLayout, WorkspaceLayout
 from finetune_job.names import Role
@@ -51,24 +52,6 @@ class AuditOrder:
     """In which what is computed again is written, and removed; None: where temporary files are."""
 
 
-@dataclass(frozen=True)
-class AuditEnd:
-    """What was found."""
-
-    run: str
-    findings: Sequence[Finding]
-    intervals: Sequence[Interval] = ()
-    """That were computed again."""
-    available: int = 0
-    """That could have been drawn."""
-    seed: int | None = None
-    has_compared_result: bool = False
-
-    @property
-    def exit_code(self) -> ExitCode:
-        return ExitCode.REFUSED if any(finding.severity == "error" for finding in self.findings) else ExitCode.DONE
-
-
 @dataclass
 class _Audited:
     """A run that has been found, with its plan."""
@@ -88,8 +71,11 @@ class _Audited:
         return WorkspaceLayout(self.claims[self.plan.workspace.claim] / self.plan.workspace.path)
 
     @property
-    def output(self) -> OutputLayout:
-        return OutputLayout(self.claims[self.plan.output.claim] / self.plan.output.path)
+    def results(self) -> list[Path]:
+        """Directories of what was trained: on the workspace, and where it was published."""
+        output = OutputLayout(self.claims[self.plan.output.claim] / self.plan.output.path)
+        published = output.adapter if self.plan.method.trains_adapter else output.merged
+        return [place for place in (self.workspace.adapter, published) if place.is_dir()]
 
 
 def audit(order: AuditOrder, count: int, seed: int | None, console: Console) -> AuditEnd:
@@ -100,8 +86,7 @@ def audit(order: AuditOrder, count: int, seed: int | None, console: Console) -> 
         parts = _look(run, scratch, interruption, console)
         if parts is None or parts.is_refused:
             return AuditEnd(run.title, run.findings)
-        check_ranks(run.plan, order.ranks)
-        ranks = order.ranks if order.ranks is not None else _ranks(run.plan, parts)
+        ranks = _ranks(run.plan, order, parts)
         available = kept_intervals(parts.steps)
         _say_what_is_not_covered(run, parts, available)
         seed = secrets.randbelow(1 << 32) if seed is None else seed
@@ -117,7 +102,7 @@ def audit(order: AuditOrder, count: int, seed: int | None, console: Console) -> 
                 if said is not None:
                     run.findings.append(_interval_differs(interval, said, _device_note(parts, replay.workspace)))
                 shutil.rmtree(replay.place.root)
-            if parts.exported_step is not None and parts.steps:
+            if parts.exported_step is not None:
                 replay = Replay(run.plan, run.claims, scratch / "result", trainer)
                 _compare_result(run, parts, replay, view, interruption, ranks=ranks)
         return AuditEnd(run.title, run.findings, drawn, len(available), seed, parts.exported_step is not None)
@@ -131,19 +116,17 @@ def reproduce(order: AuditOrder, console: Console) -> AuditEnd:
         parts = _look(run, scratch, interruption, console)
         if parts is None or parts.is_refused:
             return AuditEnd(run.title, run.findings)
-        check_ranks(run.plan, order.ranks)
-        results = [place for place in (run.workspace.adapter, run.output.adapter) if place.is_dir()]
-        if not results:
+        ranks = _ranks(run.plan, order, parts)
+        if not run.results:
             raise LocalError(f"{run.title}: has no trained result to compare with; let it train to its end with `finetune run`")
         with LiveView(console, run.title) as view, Trainer() as trainer:
             replay = Replay(run.plan, run.claims, scratch / "again", trainer)
-            ranks = order.ranks if order.ranks is not None else _ranks(run.plan, parts)
             replay.run((Role.PREFLIGHT,), view, interruption, ranks=ranks)
             run.findings += _inputs_differ(run.workspace, replay.workspace)
             if not any(finding.severity == "error" for finding in run.findings):
                 replay.run((Role.TRAIN,), view, interruption, ranks=ranks)
                 step = first_other_step(read_history(run.workspace.history), read_history(replay.workspace.history))
-                for place in results:
+                for place in run.results:
                     said = difference("results", place, replay.workspace.adapter, interruption)
                     if said is not None:
                         when = "" if step is None else f"; the history differs from step {step} on"
@@ -195,12 +178,11 @@ def _look(run: _Audited, scratch: Path, interruption: Interruption, console: Con
     if record is None or record.plan_sha256 != run.plan_sha256:
         known = "" if record is None else record.plan_sha256
         run.findings.append(
-            make_finding(
+            audit_finding(
                 "audit-plan-differs",
                 field=run.place.plan.name,
                 value=known,
                 message=f"{run.place.plan} is not the plan that {run.place.record.name} names, but {run.plan_sha256}",
-                fix="Restore plan and record of the run, or do not trust its result",
             )
         )
         return None
@@ -212,9 +194,12 @@ def _look(run: _Audited, scratch: Path, interruption: Interruption, console: Con
     return parts
 
 
-def _ranks(plan: RunPlan, parts: RunParts) -> int | None:
-    """As many as trained last, if that may be another number than the plan's."""
-    return parts.world_size if parts.world_size != plan.parallelism.world_size or plan.parallelism.nodes > 1 else None
+def _ranks(plan: RunPlan, order: AuditOrder, parts: RunParts) -> int | None:
+    """As many as were asked for, or as trained last; None: as the plan says. Raises LocalError."""
+    check_ranks(plan, order.ranks)
+    if plan.training.reduction is not GradientReduction.ORDERED:
+        return None
+    return order.ranks or min(parts.world_size or 1, plan.parallelism.world_size)
 
 
 def _say_what_is_not_covered(run: _Audited, parts: RunParts, available: Sequence[Interval]) -> None:
@@ -222,10 +207,19 @@ def _say_what_is_not_covered(run: _Audited, parts: RunParts, available: Sequence
         raise LocalError(
             f"{run.title}: {len(parts.steps)} checkpoints were kept, and an interval lies between two of them; {_KEEP}",
         )
+    if parts.exported_step is None:
+        run.findings.append(
+            audit_finding(
+                "audit-not-proven",
+                field=run.workspace.adapter.name,
+                message="the run has no trained result yet, so none is compared",
+                fix="Let it train to its end with `finetune run`",
+            )
+        )
     first = available[0].start
     if first:
         run.findings.append(
-            make_finding(
+            audit_finding(
                 "audit-not-proven",
                 field="spec.checkpoint.keep",
                 value=str(run.plan.checkpoint.keep),
@@ -242,47 +236,42 @@ def _compare_result(
     steps = dict.fromkeys(step for step in (parts.steps[-1], parts.best_step) if step in parts.steps)
     replay.take_inputs([_directory(step) for step in steps if step is not None])
     replay.run((Role.TRAIN,), view, interruption, ranks=ranks)
-    said = difference("results", run.workspace.adapter, replay.workspace.adapter, interruption)
-    if said is not None:
-        run.findings.append(_result_differs(run.workspace.adapter, f"is not what the last checkpoint gives: {said}"))
+    for place in run.results:
+        said = difference("results", place, replay.workspace.adapter, interruption)
+        if said is not None:
+            run.findings.append(_result_differs(place, f"is not what the last checkpoint gives: {said}"))
 
 
 def _inputs_differ(ours: WorkspaceLayout, theirs: WorkspaceLayout) -> list[Finding]:
     """What preflight has found otherwise than it did then."""
+    if not ours.model_report.is_file():
+        return []
     before, now = (json.loads(each.model_report.read_bytes()) for each in (ours, theirs))
     found = []
     if before["data_hash"] != now["data_hash"]:
         found.append(
-            make_finding(
+            audit_finding(
                 "audit-data-differs",
                 field="spec.data.source",
                 value=now["data_hash"],
                 message=f"the records give other prepared data than they did, {before['data_hash']}: records, tokenizer or the "
                 "libraries that prepare them have changed",
-                fix="Restore the records and the base model's tokenizer, and install the versions that prepared them",
             )
         )
     return found
 
 
 def _interval_differs(interval: Interval, said: str, note: str) -> Finding:
-    return make_finding(
+    return audit_finding(
         "audit-interval-differs",
         field=_directory(interval.end),
         value=said.partition(" ")[0],
         message=f"{interval}, computed again, end with other values: {said}{note}",
-        fix="Do not trust the run's result, unless device or versions differ; then audit it with those that trained it",
     )
 
 
 def _result_differs(place: Path, message: str) -> Finding:
-    return make_finding(
-        "audit-result-differs",
-        field=place.name,
-        value="",
-        message=f"{place} {message}",
-        fix="Do not use the result; train again, or take it from where it was published first",
-    )
+    return audit_finding("audit-result-differs", field=place.name, message=f"{place} {message}")
 
 
 def _device_note(parts: RunParts, replayed: WorkspaceLayout) -> str:
@@ -295,29 +284,3 @@ def _device_note(parts: RunParts, replayed: WorkspaceLayout) -> str:
 
 def _directory(step: int) -> str:
     return f"step-{step:010d}"
-
-
-def audit_text(end: AuditEnd) -> str:
-    """What was found, and what it covers."""
-    lines = [finding_text(finding) for finding in end.findings]
-    verdict = "nothing differs" if end.exit_code is ExitCode.DONE else "different, as the findings above say"
-    lines += ["", f"{end.run}: {verdict}"]
-    if end.seed is not None:
-        shown = ", ".join(map(str, end.intervals))
-        lines.append(f"  computed again: {shown} ({len(end.intervals)} of {end.available} intervals, --seed {end.seed})")
-    if end.has_compared_result:
-        lines.append("  compared: the trained result, byte for byte")
-    return "\n".join([*lines, ""])
-
-
-def audit_document(end: AuditEnd) -> dict[str, Any]:
-    """The same as plain data."""
-    return {
-        "outcome": "same" if end.exit_code is ExitCode.DONE else "different",
-        "run": end.run,
-        "findings": [finding.model_dump(mode="json") for finding in end.findings],
-        "intervals": [{"start": each.start, "end": each.end} for each in end.intervals],
-        "available": end.available,
-        "seed": end.seed,
-        "comparedResult": end.has_compared_result,
-    }

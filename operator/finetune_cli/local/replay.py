@@ -108,7 +108,17 @@ class Replay:
         link_claims(uses, places, self.place.claims)
 
     def take_inputs(self, checkpoints: Sequence[str]) -> None:
-        """Have what preflight has made, and checkpoints by the names of their directories. Raises OSError."""
+        """Have what preflight has made, and checkpoints by the names of their directories. Raises LocalError."""
+        try:
+            self._take_inputs(checkpoints)
+        except OSError as error:
+            raise LocalError(
+                f"{self.place.root}: cannot hold a copy of {', '.join(checkpoints) or 'the inputs'}: {error}; give a "
+                "directory with room as --scratch, and let nothing else change the run meanwhile",
+                ExitCode.FAILED,
+            ) from error
+
+    def _take_inputs(self, checkpoints: Sequence[str]) -> None:
         original, workspace = self._original, self.workspace
         workspace.checkpoints.mkdir(parents=True)
         # Never written to, and as large as the records.

@@ -72,6 +72,14 @@ def make_finding(
     )
 
 
+def audit_finding(identifier: str, *, field: str, value: str = "", message: str, fix: str = "") -> Finding:
+    """What the audit of a run found. field: the part of the run. fix: empty: as the catalogue says."""
+    entry = _BY_ID.get(identifier)
+    return make_finding(
+        identifier, field=field, value=value, message=message, fix=fix or (entry.fix if entry is not None else "")
+    )
+
+
 def rehearsal_required(profile: str, verdict: str) -> Finding:
     """The refusal of a job whose rehearsal did not pass. profile: that requires one. verdict: what became of it, in one word."""
     return make_finding(

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from finetune_job.catalogue.book import make_finding
+from finetune_job.catalogue.book import audit_finding
 from finetune_job.finding import Finding
 from finetune_trainer.checkpoint.compare import results_difference
 from finetune_trainer.checkpoint.manifest import Manifest, Origin, read_manifest, verify_file
@@ -25,7 +25,6 @@ from finetune_trainer.files import MANIFEST_FILE, file_sha256, read_own, sha256_
 from finetune_trainer.inspection.report import ModelReport, read_report
 from finetune_trainer.json_lines import read_lines
 from finetune_trainer.weights.errors import MergeError
-from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def _text(path: Path) -> str:
 
 def not_proven(field: str, value: str, message: str, fix: str) -> Finding:
     """Something that nobody can look at: it speaks neither for nor against the run."""
-    return make_finding("audit-not-proven", field=field, value=value, message=message, fix=fix)
+    return audit_finding("audit-not-proven", field=field, value=value, message=message, fix=fix)
 
 
 def _report(context: RunContext) -> tuple[ModelReport | None, list[Finding]]:
@@ -88,13 +87,7 @@ def _report(context: RunContext) -> tuple[ModelReport | None, list[Finding]]:
 
 
 def _plan_differs(path: Path, value: str, message: str) -> Finding:
-    return make_finding(
-        "audit-plan-differs",
-        field=path.name,
-        value=value,
-        message=f"{path}: {message}",
-        fix="Restore plan and record of the run, or do not trust its result",
-    )
+    return audit_finding("audit-plan-differs", field=path.name, value=value, message=f"{path}: {message}")
 
 
 def _data(context: RunContext, report: ModelReport | None) -> tuple[str | None, list[Finding]]:
@@ -113,13 +106,7 @@ def _data(context: RunContext, report: ModelReport | None) -> tuple[str | None, 
 
 
 def _data_differs(field: str, value: str, message: str) -> Finding:
-    return make_finding(
-        "audit-data-differs",
-        field=field,
-        value=value,
-        message=message,
-        fix="Restore the records and the prepared data of the run, or do not trust its result",
-    )
+    return audit_finding("audit-data-differs", field=field, value=value, message=message)
 
 
 def _records(context: RunContext, manifest: dict[str, Any]) -> Iterator[Finding]:
@@ -151,12 +138,11 @@ def _base(context: RunContext, report: ModelReport | None) -> Iterator[Finding]:
     for name, sha256 in known.items():
         path = context.base_model / name
         if not path.is_file() or file_sha256(path) != sha256:
-            yield make_finding(
+            yield audit_finding(
                 "audit-base-differs",
                 field="spec.model.source",
                 value=context.plan.model.name,
                 message=f"{path} {'is not what preflight saw' if path.is_file() else 'is missing'}",
-                fix="Restore the base model of the run, or do not trust its result",
             )
 
 
@@ -170,15 +156,7 @@ def _checkpoints(context: RunContext, data_hash: str | None) -> tuple[list[KeptC
         try:
             manifest = _own_manifest(directory, context, data_hash)
         except (CheckpointError, OSError) as error:
-            findings.append(
-                make_finding(
-                    "audit-checkpoint-foreign",
-                    field=directory.name,
-                    value="",
-                    message=str(error),
-                    fix="Restore the checkpoint, or do not trust the run's result",
-                )
-            )
+            findings.append(audit_finding("audit-checkpoint-foreign", field=directory.name, message=str(error)))
         else:
             has_first = manifest.origin.first_values is not None
             found.append(KeptCheckpoint(manifest.step, manifest.world_size, manifest.best_step, has_first))
@@ -201,7 +179,8 @@ def _own_manifest(directory: Path, context: RunContext, data_hash: str) -> Manif
 
 
 def _result(context: RunContext) -> tuple[int | None, list[Finding]]:
-    trained, published = context.workspace.adapter, context.output.adapter
+    published = context.output.adapter if context.plan.method.trains_adapter else context.output.merged
+    trained = context.workspace.adapter if context.workspace.adapter.is_dir() else published
     if not trained.is_dir():
         return None, []
     try:
@@ -214,9 +193,8 @@ def _result(context: RunContext) -> tuple[int | None, list[Finding]]:
             ]
         if changed:
             return step, [result_differs(trained / changed[0], "is not what was exported")]
-        names = [name for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE) if name in files]
-        if published.is_dir() and names:
-            difference = results_difference(trained, published, names)
+        if published.is_dir():
+            difference = results_difference(trained, published, sorted(files))
             if difference is not None:
                 return step, [result_differs(published, f"is not what was trained: {difference}")]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, MergeError) as error:
@@ -226,13 +204,7 @@ def _result(context: RunContext) -> tuple[int | None, list[Finding]]:
 
 def result_differs(path: Path, message: str) -> Finding:
     """The result of the run is another one."""
-    return make_finding(
-        "audit-result-differs",
-        field=path.name,
-        value="",
-        message=f"{path} {message}",
-        fix="Do not use the result; train again, or take it from where it was published first",
-    )
+    return audit_finding("audit-result-differs", field=path.name, message=f"{path} {message}")
 
 
 def _provenance(context: RunContext, data_hash: str | None) -> Iterator[Finding]:

@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 from finetune_cli.app import app
 from finetune_cli.commands import audit as command
+from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.replay import Interval, draw
 from finetune_cli.local.run_directory import RunDirectory
+from finetune_cli.render.audit import AuditEnd, audit_text
 from finetune_job.names import Role
 from tests.support.audited_run import INTERVALS, TAMPERINGS, ForkedReplay, audited_run, context_of, copied
 
@@ -180,9 +182,27 @@ def test_a_result_that_the_plan_does_not_give_is_named_with_tensor_and_step(
     assert (code, said.splitlines()[-1].partition(";")[0]) == (2, "default/tiny: has no trained result to compare with")
 
 
+class InterruptedReplay(ForkedReplay):
+    """Somebody presses Ctrl-C while the first interval is computed."""
+
+    def run(self, *_arguments: object, **_named: object) -> None:
+        assert self.workspace.prepared.is_dir()
+        raise LocalError("interrupted; nothing was changed", ExitCode.INTERRUPTED)
+
+
+def test_nothing_is_left_of_an_audit_that_was_interrupted(
+    runs: tuple[RunDirectory, RunDirectory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "Replay", InterruptedReplay)
+    before = files_of(runs[0])
+    assert refused("audit", str(runs[0].root), "--scratch", str(tmp_path))[0] == 130
+    assert list(tmp_path.iterdir()) == []
+    assert files_of(runs[0]) == before
+
+
 def test_the_text_says_what_was_computed_again() -> None:
-    end = command.AuditEnd("default/tiny", [], [INTERVALS[0], INTERVALS[2]], 4, 7, has_compared_result=True)
-    assert command.audit_text(end).splitlines() == [
+    end = AuditEnd("default/tiny", [], [INTERVALS[0], INTERVALS[2]], 4, 7, has_compared_result=True)
+    assert audit_text(end).splitlines() == [
         "",
         "default/tiny: nothing differs",
         "  computed again: steps 1 to 2, steps 5 to 6 (2 of 4 intervals, --seed 7)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,6 +76,10 @@ CHANGES: dict[str, tuple[str, Callable[[RunContext], object]]] = {
     ),
     "trained adapter": ("audit-result-differs", lambda run: flip(run.workspace.adapter / "adapter_model.safetensors")),
     "published adapter": ("audit-result-differs", lambda run: flip(run.output.adapter / "adapter_model.safetensors")),
+    "published adapter alone": (
+        "audit-result-differs",
+        lambda run: [shutil.rmtree(run.workspace.adapter), flip(run.output.adapter / "adapter_model.safetensors")],
+    ),
     "no manifest of the result": ("audit-result-differs", lambda run: (run.workspace.adapter / "manifest.json").unlink()),
 }
 
