@@ -15,7 +15,7 @@ from rich.console import Console
 
 from finetune_cli.commands.run import check_given
 from finetune_cli.exit_codes import ExitCode, LocalError
-from finetune_cli.local.audit_process import RunParts, difference, inspect_run
+from finetune_cli.local.audit_process import AuditedParts, difference, inspect_run
 from finetune_cli.local.claims import claims_of, link_claims
 from finetune_cli.local.known_runs import named_runs
 from finetune_cli.local.launch import Interruption, Trainer, check_trainer
@@ -123,7 +123,8 @@ def reproduce(order: AuditOrder, console: Console) -> AuditEnd:
             replay = Replay(run.plan, run.claims, scratch / "again", trainer)
             replay.run((Role.PREFLIGHT,), view, interruption, ranks=ranks)
             run.findings += _inputs_differ(run.workspace, replay.workspace)
-            if not any(finding.severity == "error" for finding in run.findings):
+            is_same_data = not any(finding.severity == "error" for finding in run.findings)
+            if is_same_data:
                 replay.run((Role.TRAIN,), view, interruption, ranks=ranks)
                 step = first_other_step(read_history(run.workspace.history), read_history(replay.workspace.history))
                 for place in run.results:
@@ -132,7 +133,7 @@ def reproduce(order: AuditOrder, console: Console) -> AuditEnd:
                         when = "" if step is None else f"; the history differs from step {step} on"
                         note = _device_note(parts, replay.workspace)
                         run.findings.append(_result_differs(place, f"is not what the plan gives: {said}{when}{note}"))
-        return AuditEnd(run.title, run.findings, has_compared_result=True)
+        return AuditEnd(run.title, run.findings, has_compared_result=is_same_data)
 
 
 def first_other_step(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> int | None:
@@ -172,7 +173,7 @@ def _found(order: AuditOrder) -> _Audited:
     return _Audited(place, plan, text_sha256(text), claims_of_run(place, plan, order.claim_paths))
 
 
-def _look(run: _Audited, scratch: Path, interruption: Interruption, console: Console) -> RunParts | None:
+def _look(run: _Audited, scratch: Path, interruption: Interruption, console: Console) -> AuditedParts | None:
     """What the run left; None if its plan alone refuses it."""
     record = read_record(run.place.record)
     if record is None or record.plan_sha256 != run.plan_sha256:
@@ -194,7 +195,7 @@ def _look(run: _Audited, scratch: Path, interruption: Interruption, console: Con
     return parts
 
 
-def _ranks(plan: RunPlan, order: AuditOrder, parts: RunParts) -> int | None:
+def _ranks(plan: RunPlan, order: AuditOrder, parts: AuditedParts) -> int | None:
     """As many as were asked for, or as trained last; None: as the plan says. Raises LocalError."""
     check_ranks(plan, order.ranks)
     if plan.training.reduction is not GradientReduction.ORDERED:
@@ -202,7 +203,7 @@ def _ranks(plan: RunPlan, order: AuditOrder, parts: RunParts) -> int | None:
     return order.ranks or min(parts.world_size or 1, plan.parallelism.world_size)
 
 
-def _say_what_is_not_covered(run: _Audited, parts: RunParts, available: Sequence[Interval]) -> None:
+def _say_what_is_not_covered(run: _Audited, parts: AuditedParts, available: Sequence[Interval]) -> None:
     if not available:
         raise LocalError(
             f"{run.title}: {len(parts.steps)} checkpoints were kept, and an interval lies between two of them; {_KEEP}",
@@ -230,7 +231,7 @@ def _say_what_is_not_covered(run: _Audited, parts: RunParts, available: Sequence
 
 
 def _compare_result(
-    run: _Audited, parts: RunParts, replay: Replay, view: LiveView, interruption: Interruption, *, ranks: int | None
+    run: _Audited, parts: AuditedParts, replay: Replay, view: LiveView, interruption: Interruption, *, ranks: int | None
 ) -> None:
     """Export the last checkpoint again: a run that resumes from its last step has nothing else to do."""
     steps = dict.fromkeys(step for step in (parts.steps[-1], parts.best_step) if step in parts.steps)
@@ -274,7 +275,7 @@ def _result_differs(place: Path, message: str) -> Finding:
     return audit_finding("audit-result-differs", field=place.name, message=f"{place} {message}")
 
 
-def _device_note(parts: RunParts, replayed: WorkspaceLayout) -> str:
+def _device_note(parts: AuditedParts, replayed: WorkspaceLayout) -> str:
     """Said of a difference that another device alone explains."""
     here = {line["device"] for line in read_history(replayed.accounts) if isinstance(line.get("device"), str)}
     if not here or not parts.devices or here == set(parts.devices):

@@ -19,7 +19,7 @@ _PROGRAM = "finetune_trainer.roles.audit"
 
 
 @dataclass(frozen=True)
-class RunParts:
+class AuditedParts:
     """What can be computed again and compared, and what speaks against it."""
 
     findings: tuple[Finding, ...]
@@ -38,11 +38,11 @@ class RunParts:
         return any(finding.severity == "error" for finding in self.findings)
 
 
-def inspect_run(plan: Path, plan_sha256: str, claims_root: Path, interruption: Interruption) -> RunParts:
+def inspect_run(plan: Path, plan_sha256: str, claims_root: Path, interruption: Interruption) -> AuditedParts:
     """Look at all parts of a run. Raises LocalError."""
     told = _answer(["look", "--plan", str(plan), "--plan-sha256", plan_sha256, "--claims-root", str(claims_root)], interruption)
     last = told["checkpoints"][-1] if told["checkpoints"] else {}
-    return RunParts(
+    return AuditedParts(
         tuple(Finding.model_validate(finding) for finding in told["findings"]),
         tuple(each["step"] for each in told["checkpoints"]),
         last.get("world_size"),

@@ -20,7 +20,7 @@ _SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
-class Difference:
+class ByteDifference:
     """The first thing that differs."""
 
     what: str
@@ -48,18 +48,18 @@ _Tensors = Mapping[str, Sequence[_Part]]
 """By name: the parts in order."""
 
 
-def checkpoint_difference(expected: Path, found: Path) -> Difference | None:
+def checkpoint_difference(expected: Path, found: Path) -> ByteDifference | None:
     """What differs first between two checkpoints: parameters and optimizer state, and what else a run resumes from.
 
     Raises CheckpointError, BrokenCheckpointError, OSError.
     """
     manifests = [decode_manifest(read_own(directory / MANIFEST)) for directory in (expected, found)]
-    ours, theirs = ({"step": each.step, **each.optimizer.model_dump(), **each.state.model_dump()} for each in manifests)
+    ours, theirs = ({"step": each.step, "optimizer": each.optimizer, **each.state.model_dump()} for each in manifests)
     tensors = _first_tensor(_checkpoint_tensors(expected), _checkpoint_tensors(found))
     return tensors or _first_value(ours, theirs)
 
 
-def results_difference(expected: Path, found: Path, names: Sequence[str]) -> Difference | None:
+def results_difference(expected: Path, found: Path, names: Sequence[str]) -> ByteDifference | None:
     """What differs first between files of these names in two directories: tensors of weights, bytes of all others.
 
     Raises BrokenCheckpointError, OSError.
@@ -67,14 +67,14 @@ def results_difference(expected: Path, found: Path, names: Sequence[str]) -> Dif
     for name in sorted(names, key=lambda name: not name.endswith(_SUFFIX)):
         missing = [path for path in (expected / name, found / name) if not path.is_file()]
         if missing:
-            return Difference(name, f"is missing in {missing[0].parent}")
+            return ByteDifference(name, f"is missing in {missing[0].parent}")
         if name.endswith(_SUFFIX):
             ours, theirs = ({each.name: [_Part(0, each)] for each in read_header(place / name)} for place in (expected, found))
             difference = _first_tensor(ours, theirs)
             if difference is not None:
                 return difference
         elif read_own(expected / name) != read_own(found / name):
-            return Difference(name, "has other bytes")
+            return ByteDifference(name, "has other bytes")
     return None
 
 
@@ -91,19 +91,19 @@ def _checkpoint_tensors(directory: Path) -> _Tensors:
     return {name: sorted(found, key=lambda part: part.start) for name, found in parts.items()}
 
 
-def _first_tensor(expected: _Tensors, found: _Tensors) -> Difference | None:
+def _first_tensor(expected: _Tensors, found: _Tensors) -> ByteDifference | None:
     for name, ours in expected.items():
         theirs = found.get(name)
         if theirs is None:
-            return Difference(name, "is not there")
+            return ByteDifference(name, "is not there")
         forms = [(parts[0].header.dtype, parts[-1].stop) for parts in (ours, theirs)]
         if forms[0] != forms[1]:
-            return Difference(name, f"has {forms[1][1]} values of {forms[1][0]}, expected are {forms[0][1]} of {forms[0][0]}")
+            return ByteDifference(name, f"has {forms[1][1]} values of {forms[1][0]}, expected are {forms[0][1]} of {forms[0][0]}")
         index = _first_element(_values(ours), _values(theirs))
         if index is not None:
-            return Difference(name, f"differs from value {index // DTYPE_BYTES[forms[0][0]]} on")
+            return ByteDifference(name, f"differs from value {index // DTYPE_BYTES[forms[0][0]]} on")
     extra = [name for name in found if name not in expected]
-    return Difference(extra[0], "is there besides") if extra else None
+    return ByteDifference(extra[0], "is there besides") if extra else None
 
 
 def _first_element(ours: Iterator[bytes], theirs: Iterator[bytes]) -> int | None:
@@ -136,8 +136,8 @@ def _values(parts: Sequence[_Part]) -> Iterator[bytes]:
                 left -= len(chunk)
 
 
-def _first_value(expected: Mapping[str, Any], found: Mapping[str, Any]) -> Difference | None:
+def _first_value(expected: Mapping[str, Any], found: Mapping[str, Any]) -> ByteDifference | None:
     for name, value in expected.items():
         if found[name] != value:
-            return Difference(name, f"is {found[name]}, expected is {value}")
+            return ByteDifference(name, f"is {found[name]}, expected is {value}")
     return None

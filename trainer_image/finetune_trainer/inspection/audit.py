@@ -34,7 +34,6 @@ class KeptCheckpoint:
     step: int
     world_size: int
     best_step: int | None
-    has_first_values: bool
 
 
 @dataclass(frozen=True)
@@ -158,8 +157,7 @@ def _checkpoints(context: RunContext, data_hash: str | None) -> tuple[list[KeptC
         except (CheckpointError, OSError) as error:
             findings.append(audit_finding("audit-checkpoint-foreign", field=directory.name, message=str(error)))
         else:
-            has_first = manifest.origin.first_values is not None
-            found.append(KeptCheckpoint(manifest.step, manifest.world_size, manifest.best_step, has_first))
+            found.append(KeptCheckpoint(manifest.step, manifest.world_size, manifest.best_step))
     return found, findings
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune_job.failures import EXIT_CODES
-from finetune_trainer.checkpoint.compare import Difference, checkpoint_difference, results_difference
+from finetune_trainer.checkpoint.compare import ByteDifference, checkpoint_difference, results_difference
 from finetune_trainer.context import add_run_arguments, run_context
 from finetune_trainer.errors import classify
 from finetune_trainer.files import MANIFEST_FILE
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return _answer(results_difference(arguments.expected, arguments.found, names))
 
 
-def _answer(difference: Difference | None) -> dict[str, Any]:
+def _answer(difference: ByteDifference | None) -> dict[str, Any]:
     return {"difference": None if difference is None else str(difference)}
 
 

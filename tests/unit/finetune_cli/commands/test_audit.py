@@ -174,6 +174,7 @@ def test_a_result_that_the_plan_does_not_give_is_named_with_tensor_and_step(
 
     code, document = reproduced(own, other_data)
     assert (code, [each["rule"] for each in document["findings"]]) == (1, ["audit-data-differs"])
+    assert not document["comparedResult"]
 
     bare = copied(runs[0], tmp_path)
     for directory in (context_of(bare).workspace.adapter, context_of(bare).output.adapter):

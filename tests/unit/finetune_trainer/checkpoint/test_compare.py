@@ -68,7 +68,7 @@ def test_the_same_values_in_other_files_are_the_same(tmp_path: Path) -> None:
         (with_value("exp_avg/a", 0, -0.0), {}, "exp_avg/a differs from value 0 on"),
         ({"param/a": VALUES["param/a"]}, {}, "exp_avg/a is not there"),
         ({**VALUES, "exp_avg_sq/a": torch.zeros(6)}, {}, "exp_avg_sq/a is there besides"),
-        ({name: each.half() for name, each in VALUES.items()}, {}, "param/a has 6 values of F16, expected are 6 of F32"),
+        ({name: each.half() for name, each in VALUES.items()}, {}, "exp_avg/a has 6 values of F16, expected are 6 of F32"),
         (VALUES, {"state": RunState(eval_loss=0.25)}, "eval_loss is 0.25, expected is 0.5"),
         (VALUES, {"step": 5}, "step is 5, expected is 4"),
     ],
@@ -83,12 +83,12 @@ def test_the_first_difference_is_named(
 
 
 def test_values_that_no_file_holds_are_an_error(tmp_path: Path) -> None:
-    whole = written(tmp_path / "whole", cuts=(2,))
+    whole = written(tmp_path / "whole", cuts=(2, 4))
     holes = json.loads((whole / MANIFEST).read_bytes())
     del holes["sha256"]
     holes["files"][1]["pieces"][0]["start"] = 3
     (whole / MANIFEST).write_bytes(Manifest.model_validate(holes).encode())
-    with pytest.raises(CheckpointError, match="param/a has no values 2 to 3"):
+    with pytest.raises(CheckpointError, match="exp_avg/a has no values 2 to 3"):
         checkpoint_difference(whole, written(tmp_path / "other"))
 
 

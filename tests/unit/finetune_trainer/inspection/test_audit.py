@@ -12,6 +12,7 @@ import pytest
 from finetune_trainer.checkpoint.manifest import directory_name
 from finetune_trainer.context import RunContext
 from finetune_trainer.inspection.audit import RunParts, inspect_run
+from finetune_trainer.roles.audit import main
 from tests.support.audited_run import audited_run, context_of, copied, rewrite_checkpoints, rewrite_report, rewrite_result
 
 
@@ -103,3 +104,20 @@ def test_what_nobody_can_look_at_is_said_and_refuses_nothing(run, tmp_path: Path
     assert "train.jsonl is gone" in said[0]
     assert "no digests of the base model's weights" in said[1]
     assert "made with torch 1.0.0, here is" in said[2]
+
+
+def test_the_process_answers_in_one_line_and_says_why_it_cannot(run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    context = context_of(run)
+    arguments = ["--plan", str(run.plan), "--plan-sha256", context.plan_sha256, "--claims-root", str(run.claims)]
+    assert main(["look", *arguments]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["checkpoints"][0] == {"step": 2, "world_size": 1, "best_step": None}
+    two, four = (str(context.workspace.checkpoints / directory_name(step)) for step in (2, 4))
+    assert main(["checkpoints", "--expected", two, "--found", four]) == 0
+    assert json.loads(capsys.readouterr().out)["difference"].startswith("param/base_model.model.model.layers.0")
+    trained = str(context.workspace.adapter)
+    assert main(["results", "--expected", trained, "--found", trained]) == 0
+    assert json.loads(capsys.readouterr().out) == {"difference": None}
+    assert main(["checkpoints", "--expected", two, "--found", str(tmp_path)]) != 0
+    told = capsys.readouterr()
+    assert (told.out, "manifest.json" in told.err) == ("", True)
