@@ -116,11 +116,9 @@ def _records(context: RunContext, manifest: dict[str, Any]) -> Iterator[Finding]
         place = context.path(source.location)
         for name, sha256 in known["files"]:
             # Of a single file preparation keeps the ending alone.
-            path = place if place.is_file() else place / name
+            path = place / name if place.is_dir() else place
             if not path.is_file():
-                yield not_proven(
-                    source.field, source.source, f"{path} is not there, so its records are not compared", "Restore it"
-                )
+                yield not_proven(source.field, source.source, f"{path} is gone, so its records are not compared", "Restore it")
             elif file_sha256(path) != sha256:
                 yield _data_differs(source.field, source.source, f"{path} holds other records than were prepared")
 
