@@ -14,10 +14,12 @@ from typer.testing import CliRunner
 from finetune_cli.app import app
 from finetune_cli.commands import audit as command
 from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.local import audit_process
 from finetune_cli.local.replay import Interval, draw
 from finetune_cli.local.run_directory import RunDirectory
 from finetune_cli.render.audit import AuditEnd, audit_text
 from finetune_job.names import Role
+from finetune_trainer.roles.audit import parser, run
 from tests.support.audited_run import INTERVALS, TAMPERINGS, ForkedReplay, audited_run, context_of, copied
 
 
@@ -29,8 +31,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, RunDir
 
 
 @pytest.fixture(autouse=True)
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing starts a Python with all modules, but for one test that has the process for comparisons started."""
     monkeypatch.setattr(command, "Replay", ForkedReplay)
+    if "untouched" not in request.node.name:
+        monkeypatch.setattr(audit_process, "_answer", lambda arguments, _interruption: run(parser().parse_args(arguments)))
 
 
 def audited(place: RunDirectory, *arguments: str) -> tuple[int, dict]:
