@@ -276,8 +276,12 @@ def _result_differs(place: Path, message: str) -> Finding:
 
 
 def _device_note(parts: AuditedParts, replayed: WorkspaceLayout) -> str:
-    """Said of a difference that another device alone explains."""
+    """Said of a difference that the device alone may explain."""
     here = {line["device"] for line in read_history(replayed.accounts) if isinstance(line.get("device"), str)}
+    if here == set(parts.devices) and here - {"cpu"}:
+        return (
+            f" (computed on {', '.join(sorted(here))}, whose kernels may add up in another order each time: no proof either way)"
+        )
     if not here or not parts.devices or here == set(parts.devices):
         return ""
     return f" (trained on {', '.join(parts.devices)}, computed again on {', '.join(sorted(here))}: other devices round otherwise)"

@@ -151,10 +151,10 @@ def test_a_result_that_the_plan_does_not_give_is_named_with_tensor_and_step(
     other = context_of(runs[1]).workspace.root
     monkeypatch.setattr(command, "Replay", CopyingReplay)
 
-    def reproduced(original: Path, change: Callable[[Path], object]) -> tuple[int, dict]:
+    def reproduced(original: Path, change: Callable[[Path], object], place: RunDirectory = runs[0]) -> tuple[int, dict]:
         monkeypatch.setattr(CopyingReplay, "original", original)
         monkeypatch.setattr(CopyingReplay, "change", staticmethod(change))
-        answer = CliRunner().invoke(app, ["reproduce", str(runs[0].root), "-o", "json"], catch_exceptions=False)
+        answer = CliRunner().invoke(app, ["reproduce", str(place.root), "-o", "json"], catch_exceptions=False)
         return answer.exit_code, json.loads(answer.stdout)
 
     code, document = reproduced(own, lambda workspace: None)
@@ -173,6 +173,11 @@ def test_a_result_that_the_plan_does_not_give_is_named_with_tensor_and_step(
     _, document = reproduced(other, on_a_gpu)
     assert "(trained on cpu, computed again on NVIDIA H100: other devices round otherwise)" in document["findings"][0]["message"]
 
+    trained_there = copied(runs[0], tmp_path / "gpu")
+    on_a_gpu(context_of(trained_there).workspace.root)
+    _, document = reproduced(other, on_a_gpu, trained_there)
+    assert "(computed on NVIDIA H100, whose kernels may add up in another order" in document["findings"][0]["message"]
+
     def other_data(workspace: Path) -> None:
         report = json.loads((workspace / "preflight.json").read_bytes())
         (workspace / "preflight.json").write_text(json.dumps({**report, "data_hash": "f" * 64}))
@@ -181,7 +186,7 @@ def test_a_result_that_the_plan_does_not_give_is_named_with_tensor_and_step(
     assert (code, [each["rule"] for each in document["findings"]]) == (1, ["audit-data-differs"])
     assert not document["comparedResult"]
 
-    bare = copied(runs[0], tmp_path)
+    bare = copied(runs[0], tmp_path / "bare")
     for directory in (context_of(bare).workspace.adapter, context_of(bare).output.adapter):
         shutil.rmtree(directory)
     code, said = refused("reproduce", str(bare.root))
