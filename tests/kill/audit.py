@@ -30,7 +30,7 @@ from finetune_cli.render.audit import audit_document
 from tests.support.audited_run import INTERVALS, TAMPERINGS, ForkedReplay, Tampering, audited_run, copied
 from tests.support.source_seed import add_seed
 
-REAL_EVERY = 20
+REAL_EVERY = 25
 UNTOUCHED = "nothing"
 _EXPECTED = {UNTOUCHED: set(), "published adapter": {"audit-result-differs"}}
 
