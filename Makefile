@@ -134,6 +134,10 @@ kill-test: environment ## Kill training runs at random moments, RUNS with SIGKIL
 kill-test-elastic: RUNS = 100
 kill-test-elastic: environment ## The same with another number of ranks in each attempt: 1, 2, 3, 4 or 8, and one result
 	$(PYTHON) -m tests.kill --elastic --runs $(RUNS) $(if $(SEED),--seed $(SEED))
+.PHONY: tamper-test
+tamper-test: RUNS = 100
+tamper-test: environment ## Change runs RUNS times, all digests included; an audit of an interval with the change must find it
+	$(PYTHON) -m tests.kill.audit --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 .PHONY: kill-test-merge
 kill-test-merge: RUNS = 100
 kill-test-merge: environment ## Kill merges RUNS times; every one must end with the undisturbed bytes
@@ -184,7 +188,7 @@ bench-prepare: environment ## Preparing 1 GB of text against datasets.map: MB pe
 NIGHTLY = nightly-tests nightly-hostile nightly-sweep nightly-idle nightly-pace nightly-benchmarks
 .PHONY: nightly $(NIGHTLY)
 nightly: environment ## What `make test` leaves out, with seeds and examples that nobody has tried before; a part that fails stops no other
-	$(MAKE) --keep-going SEED=$(NIGHT) kill-test kill-test-elastic kill-test-merge kill-test-publish chaos failures mutants mutants-decisions simulate explore sweep $(NIGHTLY)
+	$(MAKE) --keep-going SEED=$(NIGHT) kill-test kill-test-elastic kill-test-merge kill-test-publish chaos failures mutants mutants-decisions simulate explore sweep tamper-test $(NIGHTLY)
 nightly-tests: environment
 	$(VENV)/bin/pytest -q -n 2 --dist loadfile -m nightly tests
 nightly-hostile: environment

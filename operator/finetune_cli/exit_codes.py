@@ -9,7 +9,8 @@ class ExitCode(IntEnum):
     DONE = 0
     """Accepted, or run to the end."""
     REFUSED = 1
-    """A rule or preflight says that the job cannot work; of `wait`: the job failed, or waits until a human acts."""
+    """A rule or preflight says that the job cannot work; of `wait`: the job failed, or waits until a human acts;
+    of `audit` and `reproduce`: something differs."""
     UNUSABLE = 2
     """The input cannot be read as what it should be; also wrong arguments, such as the name of a job that does not exist."""
     FAILED = 3

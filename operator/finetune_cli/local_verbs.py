@@ -1,4 +1,4 @@
-"""The verbs that work on this machine alone: run, attach, stop, rehearse, merge."""
+"""The verbs that work on this machine alone: run, attach, stop, audit, reproduce, rehearse, merge."""
 
 from __future__ import annotations
 
@@ -170,4 +170,81 @@ def merge(
     with errors_told():
         end = merge_order(order, Console(highlight=False, stderr=form is not Output.TEXT))
     print_answer(form, lambda: merge_text(end, order), lambda: merge_document(end))
+    raise typer.Exit(end.exit_code)
+
+
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="Name of a run of this machine, or its directory below .finetune of the claims.")
+]
+AnyNamespace = Annotated[str | None, typer.Option("-n", "--namespace", help="Namespace in the job's manifest. Unset: any.")]
+ReplayRanks = Annotated[
+    int | None,
+    typer.Option(min=1, help="Compute on so many ranks: for training.reduction Ordered. Unset: as many as trained last."),
+]
+Scratch = Annotated[Path | None, typer.Option(help="Directory for what is computed again. Unset: that of temporary files.")]
+AuditForm = Annotated[
+    Output, typer.Option("-o", "--output", help="Form of the answer; with json and yaml all else goes to standard error.")
+]
+
+
+@local_app.command()
+def audit(
+    *,
+    run: RunName,
+    intervals: Annotated[int, typer.Option(min=1, help="Intervals between kept checkpoints that are drawn.")] = 3,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of the draw, to repeat one. Unset: another one each time.")
+    ] = None,
+    ranks: ReplayRanks = None,
+    namespace: AnyNamespace = None,
+    claims: ClaimsDirectory = DEFAULT_CLAIMS,
+    claim: ClaimPaths = None,
+    scratch: Scratch = None,
+    output: AuditForm = Output.TEXT,
+) -> None:
+    """Prove a run: compare all its parts by their digests, and compute drawn intervals between its checkpoints again.
+
+    The run is only read. Exit code: 0 nothing differs, 1 something does, 2 unusable input, 3 it could not be computed again,
+    130 interrupted.
+    """
+    from rich.console import Console
+
+    from finetune_cli.commands.audit import AuditOrder
+    from finetune_cli.commands.audit import audit as audit_run
+    from finetune_cli.local.claims import parse_claims
+    from finetune_cli.render.audit import audit_document, audit_text
+
+    with errors_told():
+        order = AuditOrder(run, claims, namespace, parse_claims(claim or []), ranks, scratch)
+        end = audit_run(order, intervals, seed, Console(highlight=False, stderr=output is not Output.TEXT))
+    print_answer(output, lambda: audit_text(end), lambda: audit_document(end))
+    raise typer.Exit(end.exit_code)
+
+
+@local_app.command()
+def reproduce(
+    *,
+    run: RunName,
+    ranks: ReplayRanks = None,
+    namespace: AnyNamespace = None,
+    claims: ClaimsDirectory = DEFAULT_CLAIMS,
+    claim: ClaimPaths = None,
+    scratch: Scratch = None,
+    output: AuditForm = Output.TEXT,
+) -> None:
+    """Run the plan of a run again from nothing, and compare the bytes of what comes out with its result.
+
+    The run is only read. Exit code: 0 the same, 1 different, 2 unusable input, 3 it could not be run again, 130 interrupted.
+    """
+    from rich.console import Console
+
+    from finetune_cli.commands.audit import AuditOrder
+    from finetune_cli.commands.audit import reproduce as reproduce_run
+    from finetune_cli.local.claims import parse_claims
+    from finetune_cli.render.audit import audit_document, audit_text
+
+    with errors_told():
+        order = AuditOrder(run, claims, namespace, parse_claims(claim or []), ranks, scratch)
+        end = reproduce_run(order, Console(highlight=False, stderr=output is not Output.TEXT))
+    print_answer(output, lambda: audit_text(end), lambda: audit_document(end))
     raise typer.Exit(end.exit_code)

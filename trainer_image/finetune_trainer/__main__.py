@@ -20,7 +20,7 @@ from typing import NoReturn, TextIO
 
 from finetune_job.failures import TerminationReport
 from finetune_job.names import CREDENTIALS_MOUNT, OBSERVE_PORT, RENDEZVOUS_PORT, Role
-from finetune_trainer.context import RunContext, add_run_arguments, run_context
+from finetune_trainer.context import RunContext, add_run_arguments, add_until_step, run_context
 from finetune_trainer.processes.child import fork
 from finetune_trainer.processes.start import (
     die_with,
@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
             arguments.add_argument("--credentials", type=Path, default=Path(CREDENTIALS_MOUNT))
             arguments.add_argument("--parent", type=int, help="process with which this one ends")
         if role is Role.TRAIN:
+            add_until_step(arguments)
             arguments.add_argument("--node-rank", type=int, default=0)
             arguments.add_argument("--master-address", default="127.0.0.1")
             arguments.add_argument("--master-port", type=int, default=RENDEZVOUS_PORT)

@@ -28,6 +28,8 @@ class RunContext:
     attempt: int
     links_lead_to: Path | None = None
     """Below which links of the base model may lead; None: the mount of its claim, or the cache that it is a snapshot of."""
+    until_step: int | None = None
+    """Optimizer step after which training ends with its state saved and no result; None: it trains to its end."""
 
     def path(self, location: ClaimPath) -> Path:
         """Where a location on a claim is mounted."""
@@ -86,7 +88,13 @@ def add_run_arguments(arguments: argparse.ArgumentParser) -> None:
     arguments.add_argument("--attempt", type=int, default=0)
 
 
+def add_until_step(arguments: argparse.ArgumentParser) -> None:
+    """The argument of those that train."""
+    arguments.add_argument("--until-step", type=int, help="end after this optimizer step, with the state saved and no result")
+
+
 def run_context(arguments: argparse.Namespace) -> RunContext:
     """The plan that the arguments name. Raises PlanMismatchError."""
     plan = read_plan(arguments.plan, arguments.plan_sha256)
-    return RunContext(plan, arguments.plan_sha256, arguments.claims_root, arguments.attempt)
+    until = getattr(arguments, "until_step", None)
+    return RunContext(plan, arguments.plan_sha256, arguments.claims_root, arguments.attempt, until_step=until)

@@ -50,6 +50,8 @@ class RoleArguments:
     """Descriptor that the process inherits, so that the job stays taken as long as it lives."""
     ranks: int | None = None
     """That train, if not as many as the plan says."""
+    until_step: int | None = None
+    """After which training ends with its state saved."""
 
     @property
     def run(self) -> list[str]:
@@ -70,6 +72,7 @@ class RoleArguments:
                 "--observe-port",
                 "0",
                 *([] if self.ranks is None else ["--ranks", str(self.ranks)]),
+                *([] if self.until_step is None else ["--until-step", str(self.until_step)]),
             ]
         return arguments
 

@@ -89,19 +89,29 @@ class LocalRun:
         audience: RunListener,
         *,
         ranks: int | None = None,
+        until_step: int | None = None,
     ) -> None:
-        """`lock`: descriptor that keeps the job taken. `ranks`: that train, if not as many as the plan says."""
-        self.ranks = ranks
+        """`lock`: descriptor that keeps the job taken. `ranks`: that train, if not as many as the plan says. `until_step`: after
+        which training ends with its state saved.
+        """
+        self.ranks, self.until_step = ranks, until_step
         self.place, self.plan, self.record, self.lock, self.audience = place, plan, record, lock, audience
         workspace = plan.workspace
         self.last: TerminationReport | None = None
         """How the role ended that ran last."""
         self.workspace = WorkspaceLayout(place.claims / workspace.claim / workspace.path)
 
-    def execute(self, max_restarts: int, interruption: Interruption, roles: Sequence[Role] | None = None) -> ExitCode:
-        """Run the roles that have not ended with success yet. `roles`: these of them; None: all that the plan needs."""
-        with Trainer() as trainer:
-            return self._run_roles(trainer, max_restarts, interruption, roles_of(self.plan) if roles is None else roles)
+    def execute(
+        self, max_restarts: int, interruption: Interruption, roles: Sequence[Role] | None = None, trainer: Trainer | None = None
+    ) -> ExitCode:
+        """Run the roles that have not ended with success yet. `roles`: these of them; None: all that the plan needs. `trainer`:
+        that outlives this run; None: one of its own.
+        """
+        wanted = roles_of(self.plan) if roles is None else roles
+        if trainer is not None:
+            return self._run_roles(trainer, max_restarts, interruption, wanted)
+        with Trainer() as own:
+            return self._run_roles(own, max_restarts, interruption, wanted)
 
     def _run_roles(self, trainer: Trainer, max_restarts: int, interruption: Interruption, roles: Sequence[Role]) -> ExitCode:
         for role in roles:
@@ -139,6 +149,7 @@ class LocalRun:
                 termination_log=self.place.termination_log(role, attempt),
                 lock=self.lock,
                 ranks=self.ranks,
+                until_step=self.until_step,
             ),
             output,
             interruption,

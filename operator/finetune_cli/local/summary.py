@@ -52,7 +52,7 @@ def summarise(plan: RunPlan, record: RunRecord, claims: Path) -> Summary:
     """What is there now."""
     workspace = WorkspaceLayout(_place(claims, plan.workspace))
     output = OutputLayout(_place(claims, plan.output))
-    history, figures = _history(workspace.history), _figures(output.verification)
+    history, figures = read_history(workspace.history), _figures(output.verification)
     return Summary(
         losses=losses(record.facts.get(Role.TRAIN, {}), history),
         step=max((int(line["step"]) for line in history if isinstance(line.get("step"), int)), default=0),
@@ -88,8 +88,8 @@ def _existing(path: Path) -> Path | None:
     return path if path.exists() else None
 
 
-def _history(path: Path) -> list[dict[str, Any]]:
-    """The lines of the history; the last one may have been cut off."""
+def read_history(path: Path) -> list[dict[str, Any]]:
+    """The lines of the history or of the accounts; the last one may have been cut off."""
     lines: list[dict[str, Any]] = []
     try:
         text = path.read_text(errors="replace")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from finetune_job.catalogue.adapters import EFFECT_ENTRIES, NAME_ENTRIES
+from finetune_job.catalogue.audit import AUDIT_ENTRIES
 from finetune_job.catalogue.data import CHAT_ENTRIES, RECORD_ENTRIES
 from finetune_job.catalogue.entry import EITHER, Entry
 from finetune_job.catalogue.model import ARCHITECTURE_ENTRIES, FILE_ENTRIES, SHARDING_ENTRIES
@@ -21,6 +22,7 @@ TOPICS: Mapping[str, tuple[Entry, ...]] = {
     "Adapters: effect": EFFECT_ENTRIES,
     "Sharding": SHARDING_ENTRIES,
     "Manifest, storage, memory, rehearsal": RESOURCE_ENTRIES,
+    "Audit of a run": AUDIT_ENTRIES,
 }
 ENTRIES: tuple[Entry, ...] = tuple(entry for entries in TOPICS.values() for entry in entries)
 _BY_ID = {entry.id: entry for entry in ENTRIES}
@@ -67,6 +69,14 @@ def make_finding(
         fix=fix,
         changes=tuple(FieldChange(field=path, value=new) for path, new in (changes or {}).items()),
         is_proposal=True if is_proposal else None,
+    )
+
+
+def audit_finding(identifier: str, *, field: str, value: str = "", message: str, fix: str = "") -> Finding:
+    """What the audit of a run found. field: the part of the run. fix: empty: as the catalogue says."""
+    entry = _BY_ID.get(identifier)
+    return make_finding(
+        identifier, field=field, value=value, message=message, fix=fix or (entry.fix if entry is not None else "")
     )
 
 

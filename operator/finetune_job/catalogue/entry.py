@@ -17,7 +17,7 @@ EITHER: Literal["either"] = "either"
 
 
 class Gate(StrEnum):
-    """Which step of a job's admission makes the finding."""
+    """Which step of a job's admission makes the finding, or what is done after it."""
 
     SCHEMA = "schema"
     """Reading the manifest: `finetune validate`, the operator, and the API server for what its schema can say."""
@@ -27,6 +27,8 @@ class Gate(StrEnum):
     """The preflight pod, with the real model and data, before any GPU is held; and `finetune run`."""
     REHEARSAL = "rehearsal"
     """The rehearsal at the end of preflight, and `finetune rehearse`."""
+    AUDIT = "audit"
+    """After a run has ended: `finetune audit` and `finetune reproduce`."""
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,10 @@ class AttemptStarted(_Record):
     """An attempt's process started at `time`; it continues after `step`."""
 
     kind: Literal["started"] = "started"
+    world_size: int | None = None
+    """Ranks of the attempt; None: written by a release that did not record it."""
+    device: str | None = None
+    """What rank 0 computed on: `cpu`, or the name of a GPU."""
 
 
 class TimeSpent(_Record):
@@ -146,6 +150,17 @@ def parse_records(lines: Iterable[Mapping[str, Any]]) -> list[GoodputRecord]:
         except ValidationError:
             continue
     return records
+
+
+def starts_and_ends(records: Iterable[GoodputRecord]) -> list[tuple[AttemptStarted, GoodputRecord]]:
+    """Start and last record of each attempt, in their order."""
+    found: list[tuple[AttemptStarted, GoodputRecord]] = []
+    for record in records:
+        if isinstance(record, AttemptStarted):
+            found.append((record, record))
+        elif found:
+            found[-1] = found[-1][0], record
+    return found
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from finetune_trainer.files import write_durably
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.load import build_on_meta
 from finetune_trainer.observe.flops import ModelCost, model_cost, peak_flops
-from finetune_trainer.observe.goodput import Activity
+from finetune_trainer.observe.goodput import Activity, AttemptStarted
 from finetune_trainer.observe.run_files import GoodputRecorder, History, Stopwatch
 from finetune_trainer.observe.server import RunMetrics, serving
 from finetune_trainer.observe.steps import PaceWindow, StepResult, StepTiming, straggler_ratio
@@ -156,7 +156,14 @@ class Reporter(Observer):
         self._history = History(workspace.history, run.first_step if run.is_resumed else None)
         # A run that was stopped during the export has no step to come that would tell these.
         self._run_metrics.update(**{name: self._history.resumed[name] for name in _RESUMED if name in self._history.resumed})
-        self._goodput = GoodputRecorder(workspace.accounts, run.context.attempt, run.first_step, stopwatch, time.time())
+        start = AttemptStarted(
+            attempt=run.context.attempt,
+            time=time.time(),
+            step=run.first_step,
+            world_size=run.gang.world_size,
+            device=_device_name(run.gang.device),
+        )
+        self._goodput = GoodputRecorder(workspace.accounts, start, stopwatch)
         self._window = PaceWindow()
         self._step = run.first_step
         self._peak, self._cost = _peak_and_cost(run)
@@ -277,12 +284,16 @@ class Reporter(Observer):
 def _peak_and_cost(run: ObservedRun) -> tuple[float | None, ModelCost | None]:
     """The device's peak and the model's cost; None on the CPU and on devices whose peak is not known."""
     device = run.gang.device
-    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    peak = peak_flops(_device_name(device)) if device.type == "cuda" else None
     if peak is None:
         return None, None
     plan = run.context.plan
     model = build_on_meta(plan, run.context.base_model)
     return peak, model_cost(attach(model, plan) if plan.method.trains_adapter else model, model.config)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def peak_memory_bytes(device: torch.device) -> int:

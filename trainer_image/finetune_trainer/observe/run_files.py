@@ -103,11 +103,11 @@ class Stopwatch:
 class GoodputRecorder:
     """How all attempts have spent their time, and the file of their records."""
 
-    def __init__(self, path: Path, attempt: int, resumed_step: int, stopwatch: Stopwatch, now: float) -> None:
-        """`now`: seconds since the epoch. Raises OSError where the file cannot be opened."""
+    def __init__(self, path: Path, start: AttemptStarted, stopwatch: Stopwatch) -> None:
+        """`start`: its time is that of this call, in seconds since the epoch. Raises OSError where the file cannot be opened."""
         earlier: list[GoodputRecord] = parse_records(read_lines(read_own(path).decode(errors="replace"))) if path.exists() else []
-        self._attempt, self._stopwatch = attempt, stopwatch
-        self._start = AttemptStarted(attempt=attempt, time=now - sum(stopwatch.seconds().values()), step=resumed_step)
+        self._attempt, self._stopwatch = start.attempt, stopwatch
+        self._start = start.model_copy(update={"time": start.time - sum(stopwatch.seconds().values())})
         self._before, self._losses = goodput_totals([*earlier, self._start]), attempt_losses([*earlier, self._start])
         self._num_saves = 0
         self._lines = JsonLines(path)

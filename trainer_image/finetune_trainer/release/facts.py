@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_job.api.base import ClaimPath
@@ -16,6 +17,7 @@ from finetune_trainer.data.shards import TRAIN, VALIDATION, read_manifest
 from finetune_trainer.files import read_own
 from finetune_trainer.inspection.report import ModelReport
 from finetune_trainer.json_lines import read_lines
+from finetune_trainer.observe.goodput import parse_records, starts_and_ends
 from finetune_trainer.release.adapter_check import ServingReport
 from finetune_trainer.release.files import ReleaseLayout, release_layout
 from finetune_trainer.release.licence import Licence, read_licence
@@ -55,6 +57,20 @@ class DataSource:
 
 
 @dataclass(frozen=True)
+class AttemptFacts:
+    """One attempt at training, by its own records."""
+
+    number: int
+    first_step: int
+    """It continued after this one."""
+    last_step: int
+    """By its last record."""
+    world_size: int | None
+    device: str | None
+    """`cpu`, or the name of a GPU; like the ranks None if the release that trained recorded neither."""
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """Everything that the model card and the provenance say."""
 
@@ -78,6 +94,8 @@ class RunFacts:
     """None where nothing was merged."""
     serving: ServingReport | None
     """None without an adapter."""
+    attempts: tuple[AttemptFacts, ...] = ()
+    """Of training, in their order."""
 
 
 def run_facts(
@@ -108,6 +126,16 @@ def run_facts(
         trained_step=trained_step,
         verification=verification,
         serving=serving,
+        attempts=attempt_facts(workspace.accounts),
+    )
+
+
+def attempt_facts(accounts: Path) -> tuple[AttemptFacts, ...]:
+    """What the file says; none without it. Raises OSError."""
+    text = read_own(accounts).decode(errors="replace") if accounts.is_file() else ""
+    return tuple(
+        AttemptFacts(start.attempt, start.step, last.step, start.world_size, start.device)
+        for start, last in starts_and_ends(parse_records(read_lines(text)))
     )
 
 

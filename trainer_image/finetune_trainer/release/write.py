@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from finetune_job.api.training import GradientReduction
 from finetune_job.layout import OutputLayout
 from finetune_job.names import GROUP, JOB_KIND
 from finetune_trainer.files import file_sha256, read_own, write_durably
@@ -89,6 +90,18 @@ def provenance_statement(facts: RunFacts, weights: Mapping[str, str]) -> dict[st
                     "learningSha256": facts.learning_sha256,
                     "trainedStep": facts.trained_step,
                     "parallelism": plan.parallelism.model_dump(mode="json"),
+                    "reduction": plan.training.reduction,
+                    "virtualRanks": plan.parallelism.world_size if plan.training.reduction is GradientReduction.ORDERED else None,
+                    "attempts": [
+                        {
+                            "attempt": attempt.number,
+                            "firstStep": attempt.first_step,
+                            "lastStep": attempt.last_step,
+                            "worldSize": attempt.world_size,
+                            "device": attempt.device,
+                        }
+                        for attempt in facts.attempts
+                    ],
                 },
                 "resolvedDependencies": _dependencies(facts),
             },

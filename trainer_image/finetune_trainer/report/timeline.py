@@ -11,7 +11,7 @@ from finetune_job.names import Role
 from finetune_trainer.files import read_own
 from finetune_trainer.inspection.report import ModelReport
 from finetune_trainer.json_lines import read_lines
-from finetune_trainer.observe.goodput import AttemptStarted, GoodputRecord, GoodputTotals, goodput_totals, parse_records
+from finetune_trainer.observe.goodput import GoodputRecord, GoodputTotals, goodput_totals, parse_records, starts_and_ends
 from finetune_trainer.ranks.reports import read_rank_reports, root_cause
 
 FINISHED, ENDED_SILENTLY = "finished", "ended without a report"
@@ -61,16 +61,10 @@ def read_timeline(workspace: WorkspaceLayout, preflight: ModelReport | None) -> 
 
 def attempts_of(records: Iterable[GoodputRecord], reports: Mapping[int, Sequence[TerminationReport]]) -> list[TrainingAttempt]:
     """In their order. reports: of ranks, by number of the attempt."""
-    grouped: list[list[GoodputRecord]] = []
-    for record in records:
-        if isinstance(record, AttemptStarted):
-            grouped.append([record])
-        elif grouped:
-            grouped[-1].append(record)
+    attempts = starts_and_ends(records)
     found = []
-    for position, group in enumerate(grouped):
-        start, last = group[0], group[-1]
-        following = grouped[position + 1][0] if position + 1 < len(grouped) else None
+    for position, (start, last) in enumerate(attempts):
+        following = attempts[position + 1][0] if position + 1 < len(attempts) else None
         ending, message = FINISHED, ""
         if following is not None:
             cause = root_cause(reports.get(start.attempt, ()))

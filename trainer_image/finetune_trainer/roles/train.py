@@ -170,6 +170,7 @@ def torchrun_arguments(context: RunContext, launch: Launch, pipes: Path, start_m
         "--node-rank": launch.node_rank,
         "--observe-port": launch.observe_port,
         "--output-pipes": pipes,
+        **({} if context.until_step is None else {"--until-step": context.until_step}),
     }
     return [
         *(str(part) for pair in agent.items() for part in pair),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune_job.names import OBSERVE_PORT
-from finetune_trainer.context import add_run_arguments, run_context
+from finetune_trainer.context import add_run_arguments, add_until_step, run_context
 from finetune_trainer.processes.start import die_with, end, keep_bitsandbytes_out, name_process, preload, send_output_to
 from finetune_trainer.ranks.reports import rank_process_name
 
@@ -46,6 +46,7 @@ def set_threads() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m finetune_trainer.train", description=__doc__)
     add_run_arguments(parser)
+    add_until_step(parser)
     parser.add_argument("--node-rank", type=int, default=0)
     parser.add_argument("--observe-port", type=int, default=OBSERVE_PORT)
     parser.add_argument("--output-pipes", type=Path, default=None)

@@ -124,7 +124,9 @@ class _Loop:
 
     @property
     def has_ended(self) -> bool:
-        return self.step >= self.total or policy.is_stopped_early(self.state, self.plan.evaluation)
+        until = self.context.until_step
+        last = self.total if until is None else min(until, self.total)
+        return self.step >= last or policy.is_stopped_early(self.state, self.plan.evaluation)
 
     def run(self, observer: Observer) -> None:
         """All steps that are left."""
@@ -226,6 +228,9 @@ class _Loop:
 
     def finish(self, observer: Observer) -> dict[str, str]:
         """Export the result; rank 0's facts, none of other ranks."""
+        if self.context.until_step is not None:
+            # The state of the step is saved, which is all that was asked for.
+            return observer.facts()
         with observer.during(Activity.CHECKPOINT):
             checkpoint = self.checkpoints.finished()
         if checkpoint is None or (checkpoint[1].step != self.step and not self.plan.evaluation.load_best_model_at_end):

@@ -31,8 +31,9 @@ def test_the_command_of_a_role():
         assert part in text
     assert "--node-rank 0 --master-address 127.0.0.1 --master-port 29500 --observe-port 0" in text
     assert "--ranks" not in text
-    fewer = RoleArguments(Role.TRAIN, 3, Path("/p/plan.json"), "abc", Path("/c"), Path("/t"), lock=0, ranks=1)
-    assert " ".join(fewer.arguments(29500)).endswith("--observe-port 0 --ranks 1")
+    assert "--until-step" not in text
+    fewer = RoleArguments(Role.TRAIN, 3, Path("/p/plan.json"), "abc", Path("/c"), Path("/t"), lock=0, ranks=1, until_step=4)
+    assert " ".join(fewer.arguments(29500)).endswith("--observe-port 0 --ranks 1 --until-step 4")
     assert "--node-rank" not in RoleArguments(Role.MERGE, 0, Path("p"), "a", Path("c"), Path("t"), lock=0).arguments(1)
 
 

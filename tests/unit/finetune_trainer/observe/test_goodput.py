@@ -177,7 +177,7 @@ def test_the_records_of_an_attempt_tell_whether_it_was_killed(tmp_path: Path) ->
 
     def attempt(number: int, first_step: int) -> GoodputRecorder:
         clock.now += 10
-        return GoodputRecorder(path, number, first_step, Stopwatch(0.0, clock), now=clock.now)
+        return GoodputRecorder(path, AttemptStarted(attempt=number, time=clock.now, step=first_step), Stopwatch(0.0, clock))
 
     killed = attempt(0, 0)
     killed.saved()
@@ -195,7 +195,7 @@ def test_the_records_of_an_attempt_tell_whether_it_was_killed(tmp_path: Path) ->
 def test_the_book_goes_on_after_a_line_that_a_kill_cut_off(tmp_path: Path) -> None:
     path, clock = tmp_path / "accounts.jsonl", Clock()
     watch = Stopwatch(2.0, clock)
-    book = GoodputRecorder(path, 0, 0, watch, now=5000.0)
+    book = GoodputRecorder(path, AttemptStarted(attempt=0, time=5000.0, step=0, world_size=2, device="cpu"), watch)
     with watch.during(Activity.STEPS):
         clock.now += 10
     book.record(4, always=True)
@@ -208,7 +208,7 @@ def test_the_book_goes_on_after_a_line_that_a_kill_cut_off(tmp_path: Path) -> No
     path.write_text(text[:-20])
 
     watch = Stopwatch(1.0, clock)
-    again = GoodputRecorder(path, 1, 4, watch, now=5030.0)
+    again = GoodputRecorder(path, AttemptStarted(attempt=1, time=5030.0, step=4), watch)
     with watch.during(Activity.STEPS):
         clock.now += 5
     found = again.totals()
@@ -223,7 +223,7 @@ def test_the_book_goes_on_after_a_line_that_a_kill_cut_off(tmp_path: Path) -> No
 
 def test_records_are_written_once_in_a_while_without_a_checkpoint(tmp_path: Path) -> None:
     path, clock = tmp_path / "accounts.jsonl", Clock()
-    book = GoodputRecorder(path, 0, 0, Stopwatch(0.0, clock), now=0.0)
+    book = GoodputRecorder(path, AttemptStarted(attempt=0, time=0.0, step=0), Stopwatch(0.0, clock))
     for step in range(10):
         clock.now += LONGEST_GAP_SECONDS / 4
         book.record(step, always=False)

@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from finetune_trainer.observe.goodput import AttemptStarted, TimeSpent
 from finetune_trainer.release.write import BUILD_TYPE, encode_statement, provenance_statement, write_release_files
 from tests.unit.finetune_trainer.release.example import BASE_COMMIT, DATA_COMMIT, FROM_HUB, IMAGE, example
 
@@ -133,6 +134,30 @@ def test_base_data_and_image_are_named_with_their_digests(tmp_path):
     assert predicate["runDetails"]["metadata"]["invocationId"] == "team/tuned/0123456789"
     assert predicate["buildDefinition"]["buildType"] == BUILD_TYPE
     assert predicate["buildDefinition"]["externalParameters"]["training"]["learning_rate"] > 0
+
+
+def test_each_attempt_is_named_with_its_steps_ranks_and_device(tmp_path):
+    made = example(tmp_path, {"training.reduction": "Ordered", "parallelism.nodes": 1, "parallelism.processesPerNode": 4})
+    started = AttemptStarted(attempt=0, time=1.0, step=0, world_size=4, device="cpu")
+    records = [
+        started,
+        TimeSpent(attempt=0, time=2.0, step=6, seconds={}),
+        TimeSpent(attempt=0, time=3.0, step=8, seconds={}),
+        AttemptStarted(attempt=1, time=4.0, step=6, world_size=2, device="cpu"),
+        TimeSpent(attempt=1, time=5.0, step=10, seconds={}),
+    ]
+    old = json.dumps({"kind": "started", "attempt": 2, "time": 6.0, "step": 10})
+    made.context.workspace.accounts.write_text("".join(f"{each.model_dump_json()}\n" for each in records) + old)
+    write_release_files(made.context.output, made.results())
+    inner = json.loads(made.context.output.provenance.read_bytes())["predicate"]["buildDefinition"]["internalParameters"]
+    assert (inner["reduction"], inner["virtualRanks"]) == ("Ordered", 4)
+    assert inner["attempts"] == [
+        {"attempt": 0, "firstStep": 0, "lastStep": 8, "worldSize": 4, "device": "cpu"},
+        {"attempt": 1, "firstStep": 6, "lastStep": 10, "worldSize": 2, "device": "cpu"},
+        {"attempt": 2, "firstStep": 10, "lastStep": 10, "worldSize": None, "device": None},
+    ]
+    fast = written(tmp_path / "fast", {})["predicate"]["buildDefinition"]["internalParameters"]
+    assert (fast["reduction"], fast["virtualRanks"], fast["attempts"]) == ("Fast", None, [])
 
 
 def test_equal_runs_give_equal_bytes_and_no_place_of_a_machine(tmp_path):

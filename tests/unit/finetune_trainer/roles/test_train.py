@@ -214,7 +214,8 @@ def test_fewer_ranks_than_the_plans_are_all_of_a_gang_that_adds_up_in_order(tmp_
     nodes = {"nodes": 2, "processesPerNode": 4, "fsdp": {"version": 2}}
     ordered = run_context(tmp_path, tiny_spec(parallelism=nodes, training={"reduction": "Ordered", "globalBatchSize": 8}))
     launch = Launch(Path("plan.json"), 0, "train-0.tiny", 29400, 0)
-    told = torchrun_arguments(ordered, replace(launch, ranks=3), tmp_path, "fork")
+    told = torchrun_arguments(replace(ordered, until_step=4), replace(launch, ranks=3), tmp_path, "fork")
+    assert told[-2:] == ["--until-step", "4"]
     assert [told[told.index(name) + 1] for name in ("--nnodes", "--nproc-per-node", "--master-addr")] == ["1", "3", "127.0.0.1"]
     told = torchrun_arguments(ordered, launch, tmp_path, "fork")
     assert [told[told.index(name) + 1] for name in ("--nnodes", "--nproc-per-node", "--master-addr")] == [

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import Any
@@ -185,3 +185,14 @@ def test_a_held_out_loss_that_is_no_number_ends_the_run_with_its_step(tmp_path: 
     report = report_of(context)
     assert (report.failure, report.step) == (FailureClass.NON_FINITE, 2)
     assert "held-out" in report.message
+
+
+def test_a_run_ends_at_the_step_that_it_is_told_with_its_state_and_no_result(tmp_path: Path) -> None:
+    context = run_context(tmp_path, tiny_spec(parallelism={"processesPerNode": 1}))
+    told = replace(context, until_step=3)
+    assert run_gang(told) == [0]
+    assert [step_of(path.name) for path in checkpoint_directories(context.workspace.checkpoints)] == [3, 2]
+    assert not context.workspace.adapter.exists()
+    assert report_of(context).facts["step"] == "3"
+    (started,) = [line for line in read_lines(context.workspace.accounts.read_text()) if line["kind"] == "started"]
+    assert (started["world_size"], started["device"]) == (1, "cpu")

@@ -1,0 +1,73 @@
+"""What the trainer's process for audits answers: the parts of a run, and what differs between two directories."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.local.launch import Interruption, running
+from finetune_job.finding import Finding
+
+_PROGRAM = "finetune_trainer.roles.audit"
+
+
+@dataclass(frozen=True)
+class AuditedParts:
+    """What can be computed again and compared, and what speaks against it."""
+
+    findings: tuple[Finding, ...]
+    steps: tuple[int, ...]
+    """Of valid checkpoints, in order."""
+    world_size: int | None
+    """Ranks that wrote the last of them."""
+    best_step: int | None
+    """The best checkpoint that the last one names."""
+    exported_step: int | None
+    """Of the trained result; None: the run has none yet."""
+    devices: tuple[str, ...]
+
+    @property
+    def is_refused(self) -> bool:
+        return any(finding.severity == "error" for finding in self.findings)
+
+
+def inspect_run(plan: Path, plan_sha256: str, claims_root: Path, interruption: Interruption) -> AuditedParts:
+    """Look at all parts of a run. Raises LocalError."""
+    told = _answer(["look", "--plan", str(plan), "--plan-sha256", plan_sha256, "--claims-root", str(claims_root)], interruption)
+    last = told["checkpoints"][-1] if told["checkpoints"] else {}
+    return AuditedParts(
+        tuple(Finding.model_validate(finding) for finding in told["findings"]),
+        tuple(each["step"] for each in told["checkpoints"]),
+        last.get("world_size"),
+        last.get("best_step"),
+        told["exported_step"],
+        tuple(told["devices"]),
+    )
+
+
+def difference(what: str, expected: Path, found: Path, interruption: Interruption) -> str | None:
+    """What differs first. what: `checkpoints` or `results`. Raises LocalError."""
+    said = _answer([what, "--expected", str(expected), "--found", str(found)], interruption)["difference"]
+    return None if said is None else str(said)
+
+
+def _answer(arguments: Sequence[str], interruption: Interruption) -> dict[str, Any]:
+    command = [sys.executable, "-m", _PROGRAM, "--parent", str(os.getpid()), *arguments]
+    # Looking for plugins of pydantic reads the metadata of every installed distribution.
+    options: dict[str, Any] = {"env": {**os.environ, "PYDANTIC_DISABLE_PLUGINS": "__all__"}, "start_new_session": True}
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with running(subprocess.Popen(command, **pipes, **options), interruption) as process:
+        answer, errors = process.communicate()
+    if interruption.requested:
+        raise LocalError("interrupted; nothing was changed", ExitCode.INTERRUPTED)
+    if process.returncode != 0:
+        said = errors.decode(errors="replace").strip() or f"it ended with status {process.returncode}"
+        raise LocalError(f"the run cannot be compared: {said}", ExitCode.FAILED)
+    return dict(json.loads(answer))

@@ -1,0 +1,152 @@
+"""A run's plan once more, in a scratch directory: all of it, or from one kept checkpoint to the next.
+
+The run itself is only read. Its plan is followed to the letter, except for where the workspace and the results are, and for what
+has been done before training: nothing is fetched, rehearsed or published again.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.local.claims import claim_directories, claims_of, link_claims
+from finetune_cli.local.launch import Interruption, Trainer
+from finetune_cli.local.local_run import LocalRun, RunListener
+from finetune_cli.local.run_directory import RunDirectory, freeze, locked
+from finetune_job.api.base import ClaimPath
+from finetune_job.api.training import GradientReduction
+from finetune_job.layout import WorkspaceLayout
+from finetune_job.names import Role
+from finetune_job.plan.run_plan import RunPlan
+
+SCRATCH_CLAIM = "scratch-of-audit"
+"""Stands for the claims that are written to; a job that names one like it cannot be audited."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Optimizer steps after `start` up to `end`, each of which a checkpoint was kept of; 0: the start of training."""
+
+    start: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"steps {self.start + 1} to {self.end}"
+
+
+def kept_intervals(steps: Sequence[int]) -> list[Interval]:
+    """Between checkpoints of these steps, in order. From the start of training, too, if that is no longer than the others."""
+    found = [Interval(start, end) for start, end in pairwise(steps)]
+    longest = max((each.end - each.start for each in found), default=0)
+    return [Interval(0, steps[0]), *found] if steps and 0 < steps[0] <= longest else found
+
+
+def draw(intervals: Sequence[Interval], count: int, seed: int) -> list[Interval]:
+    """So many of them, in their order; the same for the same seed."""
+    chosen = random.Random(seed).sample(intervals, min(count, len(intervals)))  # noqa: S311 - told, to repeat it
+    return sorted(chosen, key=lambda each: each.end)
+
+
+def replay_plan(plan: RunPlan) -> RunPlan:
+    """The plan with workspace and results in the scratch directory, which learns the same. Raises LocalError."""
+    if any(use.name == SCRATCH_CLAIM for use in claims_of(plan)):
+        raise LocalError(f"claim {SCRATCH_CLAIM}: the job names it, and the audit writes to a directory of this name; rename it")
+    places = {
+        "workspace": ClaimPath(claim=SCRATCH_CLAIM, path="workspace"),
+        "output": ClaimPath(claim=SCRATCH_CLAIM, path="output"),
+    }
+    return plan.model_copy(update={**places, "fetch": None, "publish": None, "rehearses": False})
+
+
+def check_ranks(plan: RunPlan, ranks: int | None) -> None:
+    """Raises LocalError if the plan on so many ranks would not give the same bytes, or cannot run on this machine."""
+    is_ordered, most = plan.training.reduction is GradientReduction.ORDERED, plan.parallelism.world_size
+    if ranks is not None and ranks != most and not is_ordered:
+        raise LocalError(
+            f"--ranks {ranks}: the run adds up gradients in an order of its own {most} ranks, and on another number gives "
+            "other bytes; leave --ranks out"
+        )
+    if ranks is not None and ranks > most:
+        raise LocalError(f"--ranks {ranks}: the run has {most}; give at most as many")
+    if plan.parallelism.nodes > 1 and not is_ordered:
+        raise LocalError(
+            f"spec.parallelism.nodes: the run has {plan.parallelism.nodes}, and on one machine gives other bytes; set "
+            "spec.training.reduction to Ordered in the next job"
+        )
+
+
+def claims_of_run(run: RunDirectory, plan: RunPlan, given: Mapping[str, Path]) -> dict[str, Path]:
+    """Directory of each claim of a run. `given`: of those that are not where the run had them. Raises LocalError."""
+    found = {}
+    for use in claims_of(plan):
+        place = given[use.name].absolute() if use.name in given else (run.claims / use.name).resolve()
+        if not place.is_dir():
+            raise LocalError(
+                f"{use.field}: claim {use.name} was the directory {place}, which is not there any more; restore it, or say where "
+                f"it is with --claim {use.name}=PATH"
+            )
+        found[use.name] = place
+    return found
+
+
+class Replay:
+    """A scratch directory in which the plan of a run runs again."""
+
+    def __init__(self, plan: RunPlan, claims: Mapping[str, Path], scratch: Path, trainer: Trainer) -> None:
+        """`claims`: directories of the run's own claims. Raises LocalError."""
+        self.plan, self._trainer = replay_plan(plan), trainer
+        self.place = RunDirectory(scratch)
+        self._original = WorkspaceLayout(claims[plan.workspace.claim] / plan.workspace.path)
+        self.workspace = WorkspaceLayout(scratch / SCRATCH_CLAIM / self.plan.workspace.path)
+        uses = claims_of(self.plan)
+        places = claim_directories(uses, scratch, {**claims, SCRATCH_CLAIM: scratch / SCRATCH_CLAIM})
+        link_claims(uses, places, self.place.claims)
+
+    def take_inputs(self, checkpoints: Sequence[str]) -> None:
+        """Have what preflight has made, and checkpoints by the names of their directories. Raises LocalError."""
+        try:
+            self._take_inputs(checkpoints)
+        except OSError as error:
+            raise LocalError(
+                f"{self.place.root}: cannot hold a copy of {', '.join(checkpoints) or 'the inputs'}: {error}; give a "
+                "directory with room as --scratch, and let nothing else change the run meanwhile",
+                ExitCode.FAILED,
+            ) from error
+
+    def _take_inputs(self, checkpoints: Sequence[str]) -> None:
+        original, workspace = self._original, self.workspace
+        workspace.checkpoints.mkdir(parents=True)
+        # Never written to, and as large as the records.
+        workspace.prepared.symlink_to(original.prepared, target_is_directory=True)
+        for path in (original.model_report, original.first_values):
+            if path.is_file():
+                shutil.copyfile(path, workspace.root / path.name)
+        for name in checkpoints:
+            shutil.copytree(original.checkpoints / name, workspace.checkpoints / name)
+
+    def run(
+        self,
+        roles: Sequence[Role],
+        listener: RunListener,
+        interruption: Interruption,
+        *,
+        ranks: int | None,
+        until_step: int | None = None,
+    ) -> None:
+        """Run these roles to their end. Raises LocalError if one does not end well."""
+        with locked(self.place) as lock:
+            local_run = LocalRun(
+                self.place, self.plan, freeze(self.place, self.plan), lock, listener, ranks=ranks, until_step=until_step
+            )
+            code = local_run.execute(0, interruption, roles=roles, trainer=self._trainer)
+        if code is ExitCode.INTERRUPTED:
+            raise LocalError("interrupted; nothing was changed", code)
+        if code is not ExitCode.DONE:
+            last = local_run.last
+            said = "" if last is None else f"{last.role} failed: {last.message}{f'; {last.hint}' if last.hint else ''}"
+            raise LocalError(f"{self.plan.job.namespace}/{self.plan.job.name}: could not be run again. {said}", ExitCode.FAILED)

@@ -1,0 +1,56 @@
+"""The end of an audit or a reproduction: what was found, and what it covers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_cli.exit_codes import ExitCode
+from finetune_cli.local.replay import Interval
+from finetune_cli.render.verdicts import finding_text
+from finetune_job.finding import Finding
+
+
+@dataclass(frozen=True)
+class AuditEnd:
+    """What was found."""
+
+    run: str
+    findings: Sequence[Finding]
+    intervals: Sequence[Interval] = ()
+    """That were computed again."""
+    available: int = 0
+    """That could have been drawn."""
+    seed: int | None = None
+    has_compared_result: bool = False
+
+    @property
+    def exit_code(self) -> ExitCode:
+        return ExitCode.REFUSED if any(finding.severity == "error" for finding in self.findings) else ExitCode.DONE
+
+
+def audit_text(end: AuditEnd) -> str:
+    """What was found, and what it covers."""
+    lines = [finding_text(finding) for finding in end.findings]
+    verdict = "nothing differs" if end.exit_code is ExitCode.DONE else "different, as the findings above say"
+    lines += ["", f"{end.run}: {verdict}"]
+    if end.seed is not None:
+        shown = ", ".join(map(str, end.intervals))
+        lines.append(f"  computed again: {shown} ({len(end.intervals)} of {end.available} intervals, --seed {end.seed})")
+    if end.has_compared_result:
+        lines.append("  compared: the trained result, byte for byte")
+    return "\n".join([*lines, ""])
+
+
+def audit_document(end: AuditEnd) -> dict[str, Any]:
+    """The same as plain data."""
+    return {
+        "outcome": "same" if end.exit_code is ExitCode.DONE else "different",
+        "run": end.run,
+        "findings": [finding.model_dump(mode="json") for finding in end.findings],
+        "intervals": [{"start": each.start, "end": each.end} for each in end.intervals],
+        "available": end.available,
+        "seed": end.seed,
+        "comparedResult": end.has_compared_result,
+    }

@@ -1,0 +1,107 @@
+"""What of a run is computed again, and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finetune_cli.exit_codes import LocalError
+from finetune_cli.local.claims import claims_of
+from finetune_cli.local.launch import Trainer
+from finetune_cli.local.replay import (
+    SCRATCH_CLAIM,
+    Interval,
+    Replay,
+    check_ranks,
+    claims_of_run,
+    draw,
+    kept_intervals,
+    replay_plan,
+)
+from finetune_cli.local.run_directory import RunDirectory
+from finetune_job.api.base import ClaimPath
+from finetune_job.api.training import GradientReduction
+from finetune_job.plan.digest import learning_sha256
+from finetune_job.plan.run_plan import RunPlan
+from tests.unit.finetune_cli.local_jobs import PLAN
+
+
+def with_ranks(reduction: GradientReduction, nodes: int = 1) -> RunPlan:
+    parallelism = PLAN.parallelism.model_copy(update={"nodes": nodes, "processes_per_node": 2})
+    training = PLAN.training.model_copy(update={"reduction": reduction})
+    return PLAN.model_copy(update={"parallelism": parallelism, "training": training})
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([], []),
+        ([5], []),
+        ([5, 10], [(0, 5), (5, 10)]),
+        ([6, 9, 14], [(6, 9), (9, 14)]),
+        # The last interval is shorter as a rule, and best checkpoints lie anywhere.
+        ([90, 100, 105], [(90, 100), (100, 105)]),
+    ],
+)
+def test_intervals_lie_between_kept_checkpoints(steps: list[int], expected: list[tuple[int, int]]) -> None:
+    assert [(each.start, each.end) for each in kept_intervals(steps)] == expected
+
+
+def test_a_seed_draws_the_same_intervals_in_their_order_and_each_can_be_drawn() -> None:
+    intervals = kept_intervals([2, 4, 6, 8])
+    assert draw(intervals, 2, 7) == draw(intervals, 2, 7)
+    assert {each.end for seed in range(50) for each in draw(intervals, 1, seed)} == {2, 4, 6, 8}
+    assert draw(intervals, 9, 0) == intervals
+    assert all(one.end < two.end for one, two in (draw(intervals, 2, seed) for seed in range(20)))
+    assert str(Interval(2, 4)) == "steps 3 to 4"
+
+
+def test_the_plan_learns_the_same_and_writes_elsewhere() -> None:
+    plan = replay_plan(PLAN)
+    assert learning_sha256(plan) == learning_sha256(PLAN)
+    assert {plan.workspace.claim, plan.output.claim} == {SCRATCH_CLAIM}
+    assert (plan.fetch, plan.publish, plan.rehearses) == (None, None, False)
+    named = PLAN.model_copy(update={"output": ClaimPath(claim=SCRATCH_CLAIM, path="x")})
+    with pytest.raises(LocalError, match=rf"claim {SCRATCH_CLAIM}: .*rename it"):
+        replay_plan(named)
+
+
+def test_only_ordered_sums_are_the_same_on_another_number_of_ranks() -> None:
+    ordered, fast = with_ranks(GradientReduction.ORDERED), with_ranks(GradientReduction.FAST)
+    for plan, ranks in ((ordered, 1), (ordered, None), (fast, None), (fast, 2), (with_ranks(GradientReduction.ORDERED, 2), 3)):
+        check_ranks(plan, ranks)
+    for plan, ranks, said in (
+        (fast, 1, "--ranks 1: the run adds up gradients in an order of its own 2 ranks"),
+        (ordered, 3, "--ranks 3: the run has 2; give at most as many"),
+        (with_ranks(GradientReduction.FAST, 2), None, "spec.parallelism.nodes: the run has 2"),
+    ):
+        with pytest.raises(LocalError, match=said):
+            check_ranks(plan, ranks)
+
+
+def test_inputs_are_read_where_they_are_and_a_missing_claim_is_named(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.claims.mkdir(parents=True)
+    for use in claims_of(PLAN):
+        (tmp_path / use.name).mkdir()
+        (run.claims / use.name).symlink_to(tmp_path / use.name)
+    claims = claims_of_run(run, PLAN, {})
+    workspace = claims[PLAN.workspace.claim] / PLAN.workspace.path
+    (workspace / "prepared").mkdir(parents=True)
+    (workspace / "preflight.json").write_text("{}")
+    (workspace / "checkpoints/step-0000000002").mkdir(parents=True)
+    (workspace / "checkpoints/step-0000000002/manifest.json").write_text("{}")
+    replay = Replay(PLAN, claims, tmp_path / "scratch", Trainer())
+    replay.take_inputs(["step-0000000002"])
+    model = PLAN.model.location.claim
+    assert (replay.place.claims / model).resolve() == tmp_path / model
+    assert replay.workspace.root.resolve() == (replay.place.claims / SCRATCH_CLAIM / "workspace").resolve()
+    assert replay.workspace.prepared.resolve() == workspace / "prepared"
+    assert (replay.workspace.checkpoints / "step-0000000002/manifest.json").read_text() == "{}"
+    assert not (replay.workspace.checkpoints / "step-0000000002").is_symlink()
+
+    (tmp_path / model).rename(tmp_path / "moved")
+    with pytest.raises(LocalError, match=rf"claim {model} was the directory {tmp_path / model}.*--claim {model}=PATH"):
+        claims_of_run(run, PLAN, {})
+    assert claims_of_run(run, PLAN, {model: tmp_path / "moved"})[model] == tmp_path / "moved"

@@ -1,0 +1,143 @@
+"""Whether two checkpoints, or two trained results, hold the same bytes; the first tensor that differs. Without torch.
+
+Ranges of a parameter are in other files for every number of ranks, so values are compared, and not files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune_trainer.checkpoint.manifest import MANIFEST, decode_manifest
+from finetune_trainer.errors import CheckpointError
+from finetune_trainer.files import open_regular, read_own
+from finetune_trainer.weights.headers import DTYPE_BYTES, TensorHeader, read_header
+
+_CHUNK_BYTES = 1 << 20
+_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class ByteDifference:
+    """The first thing that differs."""
+
+    what: str
+    """Name of a tensor, of a value of the state, or of a file."""
+    detail: str
+    """How it differs, as the end of a sentence that begins with the name."""
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.detail}"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Elements from `start` on of a tensor, in one file."""
+
+    start: int
+    header: TensorHeader
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.header.num_bytes // DTYPE_BYTES[self.header.dtype]
+
+
+_Tensors = Mapping[str, Sequence[_Part]]
+"""By name: the parts in order."""
+
+
+def checkpoint_difference(expected: Path, found: Path) -> ByteDifference | None:
+    """What differs first between two checkpoints: parameters and optimizer state, and what else a run resumes from.
+
+    Raises CheckpointError, BrokenCheckpointError, OSError.
+    """
+    manifests = [decode_manifest(read_own(directory / MANIFEST)) for directory in (expected, found)]
+    ours, theirs = ({"step": each.step, "optimizer": each.optimizer, **each.state.model_dump()} for each in manifests)
+    tensors = _first_tensor(_checkpoint_tensors(expected), _checkpoint_tensors(found))
+    return tensors or _first_value(ours, theirs)
+
+
+def results_difference(expected: Path, found: Path, names: Sequence[str]) -> ByteDifference | None:
+    """What differs first between files of these names in two directories: tensors of weights, bytes of all others.
+
+    Raises BrokenCheckpointError, OSError.
+    """
+    for name in sorted(names, key=lambda name: not name.endswith(_SUFFIX)):
+        missing = [path for path in (expected / name, found / name) if not path.is_file()]
+        if missing:
+            return ByteDifference(name, f"is missing in {missing[0].parent}")
+        if name.endswith(_SUFFIX):
+            ours, theirs = ({each.name: [_Part(0, each)] for each in read_header(place / name)} for place in (expected, found))
+            difference = _first_tensor(ours, theirs)
+            if difference is not None:
+                return difference
+        elif read_own(expected / name) != read_own(found / name):
+            return ByteDifference(name, "has other bytes")
+    return None
+
+
+def _checkpoint_tensors(directory: Path) -> _Tensors:
+    manifest = decode_manifest(read_own(directory / MANIFEST))
+    parts: dict[str, list[_Part]] = {}
+    for file in manifest.files:
+        starts = {entry.name: entry.start for entry in file.pieces}
+        for header in read_header(directory / file.name):
+            name = header.name.partition("/")[2]
+            if name not in starts:
+                raise CheckpointError(f"{directory / file.name}: holds {header.name}, which the manifest does not list")
+            parts.setdefault(header.name, []).append(_Part(starts[name], header))
+    return {name: sorted(found, key=lambda part: part.start) for name, found in parts.items()}
+
+
+def _first_tensor(expected: _Tensors, found: _Tensors) -> ByteDifference | None:
+    for name, ours in expected.items():
+        theirs = found.get(name)
+        if theirs is None:
+            return ByteDifference(name, "is not there")
+        forms = [(parts[0].header.dtype, parts[-1].stop) for parts in (ours, theirs)]
+        if forms[0] != forms[1]:
+            return ByteDifference(name, f"has {forms[1][1]} values of {forms[1][0]}, expected are {forms[0][1]} of {forms[0][0]}")
+        index = _first_element(_values(ours), _values(theirs))
+        if index is not None:
+            return ByteDifference(name, f"differs from value {index // DTYPE_BYTES[forms[0][0]]} on")
+    extra = [name for name in found if name not in expected]
+    return ByteDifference(extra[0], "is there besides") if extra else None
+
+
+def _first_element(ours: Iterator[bytes], theirs: Iterator[bytes]) -> int | None:
+    """Position of the first byte that differs; None: none does. Chunks of both may end at different places."""
+    position, left, right = 0, b"", b""
+    while True:
+        left, right = left or next(ours, b""), right or next(theirs, b"")
+        length = min(len(left), len(right))
+        if length == 0:
+            return position if left or right else None
+        if left[:length] != right[:length]:
+            return position + next(index for index in range(length) if left[index] != right[index])
+        position, left, right = position + length, left[length:], right[length:]
+
+
+def _values(parts: Sequence[_Part]) -> Iterator[bytes]:
+    expected = 0
+    for part in parts:
+        if part.start != expected:
+            raise CheckpointError(f"{part.header.file}: {part.header.name} has no values {expected} to {part.start}")
+        expected = part.stop
+        with open_regular(part.header.file, follow=False) as file:
+            file.seek(part.header.offset)
+            left = part.header.num_bytes
+            while left:
+                chunk = file.read(min(left, _CHUNK_BYTES))
+                if not chunk:
+                    raise CheckpointError(f"{part.header.file}: became shorter while it was read")
+                yield chunk
+                left -= len(chunk)
+
+
+def _first_value(expected: Mapping[str, Any], found: Mapping[str, Any]) -> ByteDifference | None:
+    for name, value in expected.items():
+        if found[name] != value:
+            return ByteDifference(name, f"is {found[name]}, expected is {value}")
+    return None

@@ -1,0 +1,237 @@
+"""Whether what a run left behind belongs together: plan, records, data, base model, checkpoints, results. Without torch.
+
+By digests alone: they show what was changed or exchanged afterwards, and not what somebody has changed with all digests that
+depend on it. That shows when steps are computed again, as `finetune audit` does with what is found here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from finetune_job.catalogue.book import audit_finding
+from finetune_job.finding import Finding
+from finetune_trainer.checkpoint.compare import results_difference
+from finetune_trainer.checkpoint.manifest import Manifest, Origin, read_manifest, verify_file
+from finetune_trainer.checkpoint.retention import checkpoint_directories
+from finetune_trainer.context import RunContext
+from finetune_trainer.data import shards
+from finetune_trainer.errors import CheckpointError, PlanMismatchError
+from finetune_trainer.files import MANIFEST_FILE, file_sha256, read_own, sha256_beneath
+from finetune_trainer.inspection.report import ModelReport, read_report
+from finetune_trainer.json_lines import read_lines
+from finetune_trainer.weights.errors import MergeError
+
+
+@dataclass(frozen=True)
+class KeptCheckpoint:
+    """A checkpoint of the run of which every byte is as it was written."""
+
+    step: int
+    world_size: int
+    best_step: int | None
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What can be computed again and compared, and what speaks against it."""
+
+    findings: tuple[Finding, ...]
+    checkpoints: tuple[KeptCheckpoint, ...]
+    """In the order of their steps."""
+    exported_step: int | None
+    """Of the trained result on the workspace; None: there is none."""
+    devices: tuple[str, ...]
+    """That attempts computed on, as far as they say."""
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**asdict(self), "findings": [finding.model_dump(mode="json") for finding in self.findings]}
+
+
+def inspect_run(context: RunContext) -> RunParts:
+    """Look at all parts of a run. Reads every byte of its base model, data, checkpoints and results. Raises OSError."""
+    report, findings = _report(context)
+    data_hash, of_data = _data(context, report)
+    checkpoints, of_checkpoints = _checkpoints(context, data_hash)
+    exported, of_result = _result(context)
+    findings += [*of_data, *_base(context, report), *of_checkpoints, *of_result, *_provenance(context, data_hash)]
+    lines = read_lines(_text(context.workspace.accounts))
+    devices = dict.fromkeys(line["device"] for line in lines if isinstance(line.get("device"), str))
+    return RunParts(tuple(findings), tuple(checkpoints), exported, tuple(devices))
+
+
+def _text(path: Path) -> str:
+    return read_own(path).decode(errors="replace") if path.is_file() else ""
+
+
+def not_proven(field: str, value: str, message: str, fix: str) -> Finding:
+    """Something that nobody can look at: it speaks neither for nor against the run."""
+    return audit_finding("audit-not-proven", field=field, value=value, message=message, fix=fix)
+
+
+def _report(context: RunContext) -> tuple[ModelReport | None, list[Finding]]:
+    path = context.workspace.model_report
+    try:
+        report = read_report(path)
+    except (ValueError, PlanMismatchError):
+        return None, [_plan_differs(path, "", "is not a report of preflight")]
+    if report is not None and report.plan_sha256 != context.plan_sha256:
+        return report, [_plan_differs(path, report.plan_sha256, f"is of another plan than {context.plan_sha256}")]
+    return report, []
+
+
+def _plan_differs(path: Path, value: str, message: str) -> Finding:
+    return audit_finding("audit-plan-differs", field=path.name, value=value, message=f"{path}: {message}")
+
+
+def _data(context: RunContext, report: ModelReport | None) -> tuple[str | None, list[Finding]]:
+    """The hash of the prepared data, None if it is not what was prepared."""
+    prepared = context.workspace.prepared
+    try:
+        manifest = shards.read_manifest(prepared)
+        shards.verify_files(prepared, manifest)
+    except shards.PreparedDataError as error:
+        return None, [_data_differs("prepared", "", str(error))]
+    data_hash = str(manifest["data_hash"])
+    findings = list(_records(context, manifest))
+    if report is not None and report.data_hash != data_hash:
+        findings.append(_data_differs("prepared", data_hash, f"preflight prepared {report.data_hash}"))
+    return data_hash, findings
+
+
+def _data_differs(field: str, value: str, message: str) -> Finding:
+    return audit_finding("audit-data-differs", field=field, value=value, message=message)
+
+
+def _records(context: RunContext, manifest: dict[str, Any]) -> Iterator[Finding]:
+    """The source files against the digests that preparation recorded."""
+    plan = context.plan.data
+    planned = [*plan.train, *([plan.validation] if plan.validation is not None else [])]
+    for source, known in zip(planned, manifest.get("inputs", {}).get("sources", []), strict=False):
+        place = context.path(source.location)
+        for name, sha256 in known["files"]:
+            # Of a single file preparation keeps the ending alone.
+            path = place / name if place.is_dir() else place
+            if not path.is_file():
+                yield not_proven(source.field, source.source, f"{path} is gone, so its records are not compared", "Restore it")
+            elif file_sha256(path) != sha256:
+                yield _data_differs(source.field, source.source, f"{path} holds other records than were prepared")
+
+
+def _base(context: RunContext, report: ModelReport | None) -> Iterator[Finding]:
+    known = {} if report is None else report.model_files
+    if not known:
+        yield not_proven(
+            "spec.model.source",
+            context.plan.model.name,
+            "preflight kept no digests of the base model's weights, as of a job without a merge",
+            "Nothing needs to change: steps that are computed again show a base that was changed",
+        )
+    for name, sha256 in known.items():
+        path = context.base_model / name
+        if not path.is_file() or file_sha256(path) != sha256:
+            yield audit_finding(
+                "audit-base-differs",
+                field="spec.model.source",
+                value=context.plan.model.name,
+                message=f"{path} {'is not what preflight saw' if path.is_file() else 'is missing'}",
+            )
+
+
+def _checkpoints(context: RunContext, data_hash: str | None) -> tuple[list[KeptCheckpoint], list[Finding]]:
+    found: list[KeptCheckpoint] = []
+    findings = []
+    if data_hash is None:
+        # Which data they should name is not known.
+        return [], []
+    for directory in reversed(checkpoint_directories(context.workspace.checkpoints)):
+        try:
+            manifest = _own_manifest(directory, context, data_hash)
+        except (CheckpointError, OSError) as error:
+            findings.append(audit_finding("audit-checkpoint-foreign", field=directory.name, message=str(error)))
+        else:
+            found.append(KeptCheckpoint(manifest.step, manifest.world_size, manifest.best_step))
+    return found, findings
+
+
+def _own_manifest(directory: Path, context: RunContext, data_hash: str) -> Manifest:
+    first_values = context.workspace.first_values
+    lora = context.plan.method.lora
+    starts_from_base = lora is not None and lora.starts_from_base and first_values.is_file()
+    origin = Origin(
+        learning_sha256=context.learning_sha256,
+        data_hash=data_hash,
+        first_values=file_sha256(first_values) if starts_from_base else None,
+    )
+    manifest = read_manifest(directory, origin)
+    for entry in manifest.files:
+        verify_file(directory, entry)
+    return manifest
+
+
+def _result(context: RunContext) -> tuple[int | None, list[Finding]]:
+    published = context.output.adapter if context.plan.method.trains_adapter else context.output.merged
+    trained = context.workspace.adapter if context.workspace.adapter.is_dir() else published
+    if not trained.is_dir():
+        return None, []
+    try:
+        manifest = json.loads(read_own(trained / MANIFEST_FILE))
+        step, files = int(manifest["step"]), manifest["files"]
+        changed = [name for name, entry in files.items() if sha256_beneath(trained, name) != entry["sha256"]]
+        if manifest["plan_sha256"] != context.plan_sha256:
+            return step, [
+                _plan_differs(trained, manifest["plan_sha256"], f"was trained by another plan than {context.plan_sha256}")
+            ]
+        if changed:
+            return step, [result_differs(trained / changed[0], "is not what was exported")]
+        if published.is_dir():
+            difference = results_difference(trained, published, sorted(files))
+            if difference is not None:
+                return step, [result_differs(published, f"is not what was trained: {difference}")]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, MergeError) as error:
+        return None, [result_differs(trained, f"cannot be read ({error})")]
+    return step, []
+
+
+def result_differs(path: Path, message: str) -> Finding:
+    """The result of the run is another one."""
+    return audit_finding("audit-result-differs", field=path.name, message=f"{path} {message}")
+
+
+def _provenance(context: RunContext, data_hash: str | None) -> Iterator[Finding]:
+    path = context.output.provenance
+    if not path.is_file():
+        return
+    try:
+        predicate = json.loads(read_own(path))["predicate"]
+        inner = predicate["buildDefinition"]["internalParameters"]
+        (prepared,) = [each["digest"]["sha256"] for each in predicate["runDetails"]["byproducts"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        yield _plan_differs(path, "", f"is no provenance of a result ({error})")
+        return
+    yield from _versions(path, predicate["runDetails"].get("builder", {}).get("version", {}))
+    if inner.get("planSha256") != context.plan_sha256:
+        yield _plan_differs(path, str(inner.get("planSha256")), f"names another plan than {context.plan_sha256}")
+    if data_hash is not None and prepared != data_hash:
+        yield _data_differs(path.name, str(prepared), f"{path} names other data than is prepared, {data_hash}")
+
+
+def _versions(path: Path, recorded: Mapping[str, str]) -> Iterator[Finding]:
+    """Libraries that are another release here: they may round otherwise."""
+    for package, known in recorded.items():
+        try:
+            here = version(package)
+        except PackageNotFoundError:  # run from a checkout
+            continue
+        if here != known:
+            yield not_proven(
+                path.name,
+                f"{package} {known}",
+                f"The result was made with {package} {known}, here is {here}: bytes may differ for that reason alone",
+                f"Install {package}=={known} to compare under the same conditions",
+            )

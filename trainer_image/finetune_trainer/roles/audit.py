@@ -1,0 +1,71 @@
+"""`python -m finetune_trainer.roles.audit`: what a run left behind, and comparisons of it with steps that were computed again.
+
+For the command line, which waits for it: standard output is one line of JSON, standard error one message if that is not possible.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune_job.failures import EXIT_CODES
+from finetune_trainer.checkpoint.compare import ByteDifference, checkpoint_difference, results_difference
+from finetune_trainer.context import add_run_arguments, run_context
+from finetune_trainer.errors import classify
+from finetune_trainer.files import MANIFEST_FILE
+from finetune_trainer.inspection.audit import inspect_run
+from finetune_trainer.processes.start import die_with, end, keep_torch_out
+from finetune_trainer.weights.headers import read_json
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    top = argparse.ArgumentParser(prog="python -m finetune_trainer.roles.audit", description=__doc__)
+    top.add_argument("--parent", type=int, help="process with which this one ends")
+    orders = top.add_subparsers(dest="order", required=True)
+    look = orders.add_parser("look", help="the parts of a run")
+    add_run_arguments(look)
+    for name, what in (("checkpoints", "two checkpoints"), ("results", "two trained results")):
+        compare = orders.add_parser(name, help=what)
+        compare.add_argument("--expected", type=Path, required=True)
+        compare.add_argument("--found", type=Path, required=True)
+    return top
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The answer. Raises TrainerError, MergeError, OSError."""
+    if arguments.order == "look":
+        return inspect_run(run_context(arguments)).document()
+    if arguments.order == "checkpoints":
+        return _answer(checkpoint_difference(arguments.expected, arguments.found))
+    names = sorted(read_json(arguments.found / MANIFEST_FILE)["files"])
+    return _answer(results_difference(arguments.expected, arguments.found, names))
+
+
+def _answer(difference: ByteDifference | None) -> dict[str, Any]:
+    return {"difference": None if difference is None else str(difference)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    arguments = parser().parse_args(argv)
+    if arguments.parent is not None:
+        die_with(arguments.parent)
+    try:
+        answer = run(arguments)
+    except Exception as error:  # noqa: BLE001 - every failure has a class
+        failure, hint = classify(error)
+        print("\n".join(text for text in (str(error), hint) if text), file=sys.stderr, flush=True)
+        return EXIT_CODES[failure]
+    print(json.dumps(answer), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    keep_torch_out()
+    end(main())
