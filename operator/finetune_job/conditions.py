@@ -22,7 +22,7 @@ _NEXT = {
     ConditionType.MERGED: "Merging",
     ConditionType.PUBLISHED: "Publishing",
 }
-_RESTARTING = (Reason.RESTARTING, Reason.BACKING_OFF, Reason.BLOCKED_ON_NODE)
+_RESTARTING = (Reason.RESTARTING, Reason.RESIZING, Reason.BACKING_OFF, Reason.BLOCKED_ON_NODE)
 
 
 def find_condition(conditions: Sequence[Condition], kind: ConditionType) -> Condition | None:

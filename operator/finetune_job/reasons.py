@@ -104,6 +104,8 @@ class Reason(StrEnum):
     """The job has ended; its last pods are still being stopped."""
     RESTARTING = "Restarting"
     """The gang failed; the old attempt is being removed before the next one starts."""
+    RESIZING = "Resizing"
+    """An elastic gang continues on another number of nodes; the old attempt saves and is removed before the next one starts."""
     COMPLETED = "Completed"
     """The stage is done."""
     SKIPPED = "Skipped"

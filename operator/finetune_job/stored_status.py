@@ -20,7 +20,7 @@ from finetune_job.reasons import ConditionType, Reason
 _CONDITIONS = frozenset(map(str, ConditionType))
 _ROLES = frozenset(map(str, Role))
 _FAILURES = frozenset(map(str, FailureClass))
-_OUTCOMES = frozenset({"Running", "Succeeded", "Failed", "Suspended"})
+_OUTCOMES = frozenset({"Running", "Succeeded", "Failed", "Suspended", "Resized"})
 _NOT_BEGUN = (Reason.NOT_OBSERVED, Reason.PENDING)
 MAX_FINDINGS_BYTES = 256 << 10
 """Of all findings; the attempts, of which only the latest is told at length, take as much again at most."""

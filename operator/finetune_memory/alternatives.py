@@ -25,6 +25,7 @@ from finetune_memory.estimate import Estimate
 SHORTEST_SEQUENCE = 256
 """Tokens; shorter ones would drop most of the records of most data sets."""
 MAX_RANKS_FACTOR = 16
+_MIN_NODES = "parallelism.elastic.minNodes"
 _SHRINK_COST, _RECOMPUTE_COST, _RANKS_COST, _QUANTISE_COST, _ENLARGE_COST, _SHORTEN_COST = 1, 3, 20, 60, 100, 200
 
 
@@ -191,11 +192,20 @@ def _ranks(plan: RunPlan) -> list[_Change]:
     steps, nodes = [_AS_IT_IS], plan.parallelism.nodes
     if _is_for_one_rank(plan):
         return steps
+    fewest = plan.parallelism.min_nodes
+    if fewest is not None:
+        larger = sorted({min(fewest * times, nodes) for times in (2, 4, 8, 16)} - {fewest})
+        steps += [
+            _Change(_SHRINK_COST + 1 + size / nodes, ((_MIN_NODES, size),), _updated("parallelism", min_nodes=size))
+            for size in larger
+        ]
     times = 2
     while times <= MAX_RANKS_FACTOR:
-        # Whole nodes: how many devices one has nobody has said.
-        more = _updated("parallelism", nodes=nodes * times)
-        steps.append(_on_more_ranks(plan, more, ("parallelism.nodes", nodes * times), _RANKS_COST + times))
+        # Whole nodes: how many devices one has nobody has said. Of an elastic gang the fewest nodes have to suffice.
+        size = nodes * times
+        changed = (("parallelism.nodes", size), *(((_MIN_NODES, size),) if fewest is not None else ()))
+        more = _updated("parallelism", nodes=size, min_nodes=None if fewest is None else size)
+        steps.append(_on_more_ranks(plan, more, changed, _RANKS_COST + times))
         times *= 2
     return steps
 
@@ -205,20 +215,22 @@ def _ranks_of_one_machine(plan: RunPlan, most: int) -> list[_Change]:
     steps, ranks = [_AS_IT_IS], 2 * plan.parallelism.processes_per_node
     while ranks <= most and not _is_for_one_rank(plan):
         more = _updated("parallelism", processes_per_node=ranks)
-        steps.append(_on_more_ranks(plan, more, ("parallelism.processesPerNode", ranks), _RANKS_COST + ranks))
+        steps.append(_on_more_ranks(plan, more, (("parallelism.processesPerNode", ranks),), _RANKS_COST + ranks))
         ranks *= 2
     return steps
 
 
-def _on_more_ranks(plan: RunPlan, more: Callable[[RunPlan], RunPlan], change: tuple[str, int], cost: float) -> _Change:
+def _on_more_ranks(
+    plan: RunPlan, more: Callable[[RunPlan], RunPlan], changes: tuple[tuple[str, int], ...], cost: float
+) -> _Change:
     """With a larger global batch if the written one does not split over so many ranks."""
     batch, ranks = plan.training.global_batch_size, more(plan).parallelism.world_size
     if batch % ranks == 0:
-        return _Change(cost, (change,), more)
+        return _Change(cost, changes, more)
     larger = -(-batch // ranks) * ranks
     enlarged = _updated("training", global_batch_size=larger)
-    changes = (change, ("training.globalBatchSize", larger))
-    return _Change(cost + _ENLARGE_COST, changes, lambda changed: enlarged(more(changed)))
+    all_changes = (*changes, ("training.globalBatchSize", larger))
+    return _Change(cost + _ENLARGE_COST, all_changes, lambda changed: enlarged(more(changed)))
 
 
 def _is_for_one_rank(plan: RunPlan) -> bool:

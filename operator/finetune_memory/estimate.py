@@ -85,7 +85,8 @@ class _Estimator:
         self._costs: dict[tuple[Layer, bool], Activations] = {}
         self.held = quantised_shape(plan, shape, elements)
         self.units: tuple[Unit, ...] = units_of(self.held)
-        self.world_size = plan.parallelism.world_size
+        # On its fewest nodes a gang shares the base among the fewest ranks; each then adds up for several virtual ranks.
+        self.world_size = plan.parallelism.smallest_world_size
         self.is_ordered = plan.training.reduction is GradientReduction.ORDERED
         self.kept = shards(
             self.units, plan.parallelism.fsdp, self.world_size, param_dtype=elements.param, is_replicated=self.is_ordered
@@ -329,10 +330,11 @@ class _Estimator:
         ]
 
     def _ordered_sum(self) -> Term:
-        """A virtual rank's gradients next to the sum, and a part of those of all virtual ranks, sent and received."""
+        """The gradients of this rank's virtual ranks next to the sum, and a part of those of all, sent and received."""
         values = self._num_trained() if self.is_ordered else 0
-        exchanged = (self.world_size + 1) * min(values, ORDERED_VALUES_AT_ONCE)
-        return Term("ordered sum", 4 * (values + exchanged), "of the gradients of all ranks, as float32")
+        rounds = -(-self.plan.parallelism.world_size // self.world_size)
+        exchanged = (self.world_size + 1) * rounds * min(values, ORDERED_VALUES_AT_ONCE)
+        return Term("ordered sum", 4 * (rounds * values + exchanged), "of the gradients of all ranks, as float32")
 
     def _snapshot(self) -> int:
         return self.kept.trained_elements + self._state_bytes()

@@ -1,9 +1,14 @@
-"""Of the failures that `make failures` plays, the one that tells most about nodes: one of them loses its power."""
+"""Of the failures that `make failures` plays, the one that tells most about nodes: one of them loses its power. An elastic gang
+goes on without it.
+"""
+
+from typing import Any
 
 import pytest
 
+from finetune_job.names import LABEL_JOB
 from tests.e2e.failures import node_faults
-from tests.e2e.failures.case import Case
+from tests.e2e.failures.case import Case, FailedAttempt
 from tests.e2e.failures.scene import Scene
 from tests.support.stack import Stack
 
@@ -24,3 +29,67 @@ def test_it_comes_out_as_expected(stack: Stack, case: Case) -> None:
         assert scene.finish().differences(case.expected) == []
     finally:
         scene.leave()
+
+
+STEPS = 400
+GANG, REFERENCE = "elastic", "elastic-undisturbed"
+
+
+def _ordered(nodes: int, processes: int, **elastic: int) -> dict[str, Any]:
+    """Two virtual ranks, long enough for a node to go and to come back."""
+    return {
+        "training": {"maxSteps": STEPS, "globalBatchSize": 32, "learningRate": "1e-3", "reduction": "Ordered"},
+        "method": {"type": "LoRA", "lora": {"r": 8, "loraDropout": "0.1"}},
+        "parallelism": {"nodes": nodes, "processesPerNode": processes, **({"elastic": elastic} if elastic else {})},
+        "checkpoint": {"everySteps": 10},
+    }
+
+
+@pytest.mark.nightly
+def test_a_gang_goes_on_without_a_lost_node_grows_when_it_is_back_and_ends_with_the_same_bytes(stack: Stack) -> None:
+    apart = [{"labelSelector": {"matchLabels": {LABEL_JOB: GANG}}, "topologyKey": "kubernetes.io/hostname"}]
+    affinity = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": apart}}
+    profile = {
+        "elastic": {"shrinkAfterSeconds": 20, "growAfterSeconds": 20},
+        "forceDeletePodsOfLostNodes": True,
+        "pods": {"train": {"affinity": affinity}},
+    }
+    gang, reference = Scene(stack, GANG), Scene(stack, REFERENCE)
+    try:
+        gang.start(spec=_ordered(2, 1, minNodes=1), profile=profile)
+        gang.wait_for_checkpoint()
+        gang.training_pod_elsewhere()
+        gang.start_clock()
+        gang.other_node.cut_power()
+        try:
+            gang.wait_for_next_step()
+        finally:
+            gang.other_node.restore_power()
+        print(f"{gang.seconds} s from the cut to the next trained step, on one node")
+        gang.wait(lambda: gang.is_ready(gang.other_node), "the node to be back")
+        gang.start_clock()
+        gang.wait(lambda: gang.status()["gangNodes"] == 2, "all nodes to be asked for")
+        gang.wait_for_next_step()
+        print(f"{gang.seconds} s from the node's return to the next trained step, on two")
+        seen = gang.finish()
+        assert (seen.final, seen.failures, seen.resumes) == (
+            "Succeeded",
+            (FailedAttempt("train", "NodeLost", counted=False),),
+            True,
+        )
+        attempts = [one for one in gang.status()["attempts"] if one.get("role", "train") == "train"]
+        sizes = [(one["outcome"], one["nodes"], one["ranks"]) for one in attempts]
+        print(sizes)
+        assert (sizes[0], sizes[1][1:], sizes[-1]) == (("Failed", 2, 2), (1, 1), ("Succeeded", 2, 2))
+        reference.start(spec=_ordered(1, 2))
+        assert reference.finish().final == "Succeeded"
+        assert _adapter(stack, GANG) == _adapter(stack, REFERENCE)
+    finally:
+        try:
+            gang.leave()
+        finally:
+            reference.leave()
+
+
+def _adapter(stack: Stack, name: str) -> bytes:
+    return (stack.claim("models-out") / name / "adapter" / "adapter_model.safetensors").read_bytes()

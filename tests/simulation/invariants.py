@@ -106,6 +106,9 @@ class Invariants:
         for role, name in ATTEMPT_FIELDS.items():
             old, new = before.get(name, 0), after.get(name, 0)
             self._expect(old <= new <= old + 1, f"{life.name}: the attempt of {role} went from {old} to {new}")
+            if role == "train" and new == old:
+                same = before.get("gangNodes") == after.get("gangNodes")
+                self._expect(same, f"{life.name}: the gang of attempt {new} got another size")
             if new > old:
                 is_settled = (role, old) in life.created_jobs or not self._was_recorded(after, role, old)
                 self._expect(is_settled, f"{life.name}: attempt {old} of {role} is recorded and was never created")
@@ -206,6 +209,14 @@ class Invariants:
         self._expect(bool(status.get("startTime")), f"{life.name}: Job {metadata['name']} is created before the plan is frozen")
         current = status.get(ATTEMPT_FIELDS[role], 0)
         self._expect(current == attempt, f"{life.name}: Job {metadata['name']} is created while {role} is at attempt {current}")
+        if role == "train":
+            ranks = owner["spec"]["parallelism"]
+            fewest = ranks["elastic"]["minNodes"] if ranks.get("elastic") else ranks["nodes"]
+            pods, said = job["spec"]["completions"], status.get("gangNodes") or ranks["nodes"]
+            self._expect(
+                fewest <= pods <= ranks["nodes"] and pods == said == job["spec"]["parallelism"],
+                f"{life.name}: Job {metadata['name']} has {pods} pods; {fewest} to {ranks['nodes']} are allowed, status: {said}",
+            )
         done = {"fetch": "Fetched", "preflight": "Prepared", "train": "Trained", "merge": "Merged", "publish": "Published"}[role]
         self._expect(_state(status, done) != "True", f"{life.name}: Job {metadata['name']} is created although {done} is True")
         for other in self.server.all(BATCH_JOBS):

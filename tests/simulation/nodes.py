@@ -13,13 +13,16 @@ from tests.simulation.controllers import INDEX, is_over, phase_of, warn
 from tests.simulation.virtual_time import stamp
 from tests.support.builders import envelope
 
+ROOM = 4
+
 
 @dataclass
 class Node:
     """A machine. `answers`: its kubelet reaches the API server. `runs`: it has power."""
 
     name: str
-    room: int = 4
+    room: int = ROOM
+    """For so many pods."""
     answers: bool = True
     runs: bool = True
     tainted: bool = False

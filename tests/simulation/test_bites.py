@@ -19,7 +19,7 @@ from finetune_operator.children.train_job import train_job
 from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.kinds import Kind
-from finetune_operator.decide import finish, preparation_stages, reconcile, role_stage
+from finetune_operator.decide import finish, preparation_stages, reconcile, role_stage, train_stage
 from finetune_operator.decide.actions import Actions
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.finish import finish_failed
@@ -52,7 +52,7 @@ def _always_at_once(self: Worker, key: Any, outcome: Any) -> Any:
     return outcome
 
 
-def _always_failed(self: RoleStage, failure: Failure, _: Any) -> None:
+def _always_failed(self: RoleStage, failure: Failure, *_: Any) -> None:
     finish_failed(self.observed, self.result, Reason.FAILED, failure.text)
 
 
@@ -105,6 +105,10 @@ BREAKS: Mapping[str, tuple[str, Callable[[], Any]]] = {
     "training that a queue may admit before preflight has passed": (
         "created without a gate|before Prepared is True",
         lambda: patch.object(preparation_stages, "gated_train_job", train_job),
+    ),
+    "a gang with a node too many": (
+        "are allowed, status",
+        lambda: patch.object(train_stage, "train_job", lambda run, attempt, nodes: train_job(run, attempt, nodes + 1)),
     ),
     "a gate that nobody takes off": ("no rest|has not ended", lambda: patch.object(PassResult, "ungate", lambda *_: None)),
     "events that are not heard": (

@@ -31,6 +31,34 @@ def test_a_job_succeeds_with_one_job_per_role(nodes: int, elsewhere: bool, roles
     assert job["status"]["phase"] == "Succeeded"
 
 
+def test_an_elastic_gang_takes_what_there_is_grows_when_it_has_saved_and_never_runs_twice() -> None:
+    loop = VirtualLoop()
+    world = World(loop, random.Random("elastic"))
+    # Room for two pods in all; the profile waits for a minute.
+    for node, room in zip(world.nodes.nodes, (1, 1, 0), strict=True):
+        node.room = room
+    waits = {"shrinkAfterSeconds": 60, "growAfterSeconds": 120}
+    world.people_prepare([a_manifest(TEAM, "tune", nodes=3, fewest=2)], {"elastic": waits})
+
+    async def live() -> None:
+        world.start_operator()
+        await world.rest(2, succeed=True)
+        await world.rest(4, succeed=False)
+        for node in world.nodes.nodes:
+            node.room = 1
+        for step in (5, 6):
+            (job,) = world.server.all(JOBS)
+            world.tell_progress(job, step)
+            await world.rest(3, succeed=False)
+        await world.rest(10, succeed=True)
+
+    run(live(), loop)
+    (job,) = world.server.all(JOBS)
+    training = [one for one in job["status"]["attempts"] if one["role"] == "train"]
+    assert [(one["outcome"], one["nodes"]) for one in training] == [("Resized", 3), ("Resized", 2), ("Succeeded", 3)]
+    assert (job["status"]["phase"], job["status"]["restarts"]["uncounted"]) == ("Succeeded", 0)
+
+
 def test_status_is_written_only_when_something_is_to_be_told() -> None:
     world = lived(a_manifest(TEAM, "tune", nodes=2, elsewhere=True))
     (life,) = world.invariants.lives.values()

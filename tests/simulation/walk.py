@@ -169,7 +169,10 @@ def taint_manager(world: World, rng: random.Random) -> str:
 
 def room_changes(world: World, rng: random.Random) -> str:
     world.nodes.is_full = not world.nodes.is_full and rng.random() < 0.5
-    return "full" if world.nodes.is_full else "room"
+    for node in world.nodes.nodes:
+        # Few, often, so that a gang gets some of its nodes and not all.
+        node.room = rng.choice([0, 1, 4, 4])
+    return "full" if world.nodes.is_full else f"room for {sum(node.room for node in world.nodes.nodes)} pods"
 
 
 def quota_changes(world: World, rng: random.Random) -> str:
@@ -427,12 +430,15 @@ def _world(seed: int, loop: VirtualLoop) -> World:
     rng = random.Random(f"world {seed}")
     world = World(loop, rng)
     run_of_first = {"maxRestarts": rng.choice([0, 1, 3])} | (QUEUED if rng.random() < 0.25 else {})
-    manifests = [a_manifest(TEAM, "tune", nodes=rng.choice([1, 2, 3]), elsewhere=rng.random() < 0.5, **run_of_first)]
+    nodes = rng.choice([1, 2, 3])
+    # Three of five gangs of several nodes are elastic.
+    fewest = random.Random(f"elastic {seed}").choice([None, None, *range(1, nodes + 1)]) if nodes > 1 else None
+    manifests = [a_manifest(TEAM, "tune", nodes=nodes, fewest=fewest, elsewhere=rng.random() < 0.5, **run_of_first)]
     if rng.random() < 0.6:
         manifests.append(a_manifest(TEAM, "second", nodes=rng.choice([1, 2])))
     if rng.random() < 0.5:
         manifests.append(a_manifest(LAB, "tune", elsewhere=rng.random() < 0.5, ttlSecondsAfterFinished=3600))
-    profile: Document = {}
+    profile: Document = {"elastic": {"shrinkAfterSeconds": 60, "growAfterSeconds": 60}}
     if rng.random() < 0.2:
         profile["maxActiveJobs"] = 1
     if rng.random() < 0.2:

@@ -32,7 +32,7 @@ from tests.simulation.controllers import (
     phase_of,
 )
 from tests.simulation.invariants import Invariants, is_gated, orphans
-from tests.simulation.nodes import Nodes
+from tests.simulation.nodes import ROOM, Nodes
 from tests.simulation.operator_process import OperatorProcess
 from tests.simulation.transport import Weather
 from tests.simulation.virtual_time import VirtualLoop
@@ -55,6 +55,7 @@ WAITING_REASONS = frozenset(
         "WaitingForDestination",
         "BackingOff",
         "Restarting",
+        "Resizing",
         "Stopping",
     }
 )
@@ -208,7 +209,9 @@ class World:
         if process is not None and is_true(job, "Prepared") and not is_true(job, "Trained"):
             attempt = (job.get("status") or {}).get("attempt", 0)
             key = JobKey(metadata["namespace"], metadata["name"])
-            process.tell_progress(metadata["uid"], key, Progress(attempt=attempt, step=step, total_steps=10))
+            process.tell_progress(
+                metadata["uid"], key, Progress(attempt=attempt, step=step, total_steps=10, checkpoint_step=step or None)
+            )
 
     def check(self) -> None:
         """Raises AssertionError with everything that must not have happened."""
@@ -259,6 +262,7 @@ class World:
         self.server.quotas.clear()
         for node in self.nodes.nodes:
             self.nodes.heal(node)
+            node.room = ROOM
         for namespace in {place for place, _ in self.manifests}:
             self.restore_claims(namespace)
         await self.rest(60, succeed=True)
@@ -362,9 +366,15 @@ class World:
         return bool(strangers)
 
 
-def a_manifest(namespace: str, name: str, *, nodes: int = 1, elsewhere: bool = False, **run: Any) -> Document:
-    """A job; `elsewhere`: its data and results are outside the cluster, so that it fetches and publishes."""
+def a_manifest(
+    namespace: str, name: str, *, nodes: int = 1, fewest: int | None = None, elsewhere: bool = False, **run: Any
+) -> Document:
+    """A job; `elsewhere`: its data and results are outside the cluster, so that it fetches and publishes. `fewest`: nodes of an
+    elastic gang.
+    """
     builder = a_job().named(name).nodes(nodes).run(**run)
+    if fewest is not None:
+        builder = builder.spec("training.reduction", "Ordered").spec("parallelism.elastic.minNodes", fewest)
     if elsewhere:
         builder = builder.spec("data.source", "s3://bucket/train.jsonl").spec(
             "output.destination", "oci://registry.example/team/tuned:v1"

@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
             arguments.add_argument("--master-address", default="127.0.0.1")
             arguments.add_argument("--master-port", type=int, default=RENDEZVOUS_PORT)
             arguments.add_argument("--ranks", type=int, help="processes of this node alone; unset: as the plan says")
+            arguments.add_argument("--nodes", type=int, help="nodes of this attempt of an elastic gang; unset: as the plan says")
             arguments.add_argument("--observe-port", type=int, default=OBSERVE_PORT, help="0: any free port, see observe.json")
     return top
 
@@ -88,6 +89,7 @@ def _train(context: RunContext, arguments: argparse.Namespace) -> TerminationRep
             master_port=arguments.master_port,
             observe_port=arguments.observe_port,
             ranks=arguments.ranks,
+            nodes=arguments.nodes,
         ),
     )
 

@@ -69,6 +69,14 @@ class FsdpSpec(ApiModel):
     """Element types inside a unit."""
 
 
+class ElasticSpec(ApiModel):
+    """A gang that takes the nodes that there are, and ends with the same bytes. Needs `training.reduction: Ordered`."""
+
+    min_nodes: Annotated[int, Field(ge=1, le=4096)] = 1
+    """The fewest nodes that the gang trains on; `parallelism.nodes` are the most. It starts with the nodes that it got after a
+    while, continues without a node that is lost or taken back, and grows again later; the profile says after how long."""
+
+
 class ParallelismSpec(ApiModel):
     """Nodes, ranks and sharding."""
 
@@ -76,5 +84,7 @@ class ParallelismSpec(ApiModel):
     """Pods of the gang."""
     processes_per_node: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks per pod: one per GPU, or the number of CPU ranks."""
+    elastic: ElasticSpec | None = None
+    """Train on fewer nodes while there are no more. Unset: always on all of `nodes`."""
     fsdp: FsdpSpec = FsdpSpec()
     """Sharding."""

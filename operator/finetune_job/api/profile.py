@@ -151,6 +151,16 @@ class KueueSettings(ApiModel):
     the job that loses least: 0 right after a checkpoint, all of it before the next. Needs Kueue's feature gate PriorityBoost."""
 
 
+class ElasticSettings(ApiModel):
+    """How patient elastic jobs (`spec.parallelism.elastic`) are. Frozen with a job's plan."""
+
+    shrink_after_seconds: Annotated[int, Field(ge=10, le=86_400)] = 300
+    """How long a gang waits for nodes for all of its pods before it starts on those that it has got, if they are enough."""
+    grow_after_seconds: Annotated[int, Field(ge=10, le=604_800)] = 1800
+    """How long a smaller gang trains before all nodes are asked for again, after its next checkpoint. Twice as long after each
+    time that they could not be had, up to eight times. Gangs of a queue do not ask: they would lose the quota that they have."""
+
+
 Cidr = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$", max_length=64)]
 PortNumber = Annotated[int, Field(ge=1, le=65_535)]
 
@@ -236,6 +246,8 @@ class FineTuneProfileSpec(ApiModel):
     """Node labels that training pods need, in addition to those of `pods.train.nodeSelector`."""
     pods: PodsByRole = PodsByRole()
     """Where pods run and in which queues they wait, by role: tolerations, affinity, scheduler, priority, queue and more."""
+    elastic: ElasticSettings = ElasticSettings()
+    """When elastic jobs take fewer nodes, and when they ask for more."""
     kueue: KueueSettings = KueueSettings()
     """What Kueue is told of training Jobs beyond their queue."""
     image_pull_secrets: Annotated[list[SecretReference], Field(max_length=8)] | None = None

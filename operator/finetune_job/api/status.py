@@ -108,7 +108,11 @@ class Attempt(StatusModel):
     running_time: Timestamp = ""
     """When the last of its pods began to run."""
     end_time: Timestamp = ""
-    outcome: Literal["Running", "Succeeded", "Failed", "Suspended"] = "Running"
+    nodes: int | None = None
+    """Pods of an elastic gang; unset for others, which always have `parallelism.nodes`."""
+    ranks: int | None = None
+    """World size of an elastic gang."""
+    outcome: Literal["Running", "Succeeded", "Failed", "Suspended", "Resized"] = "Running"
     failure: FailureClass | None = None
     counted: bool = False
     """Whether its failure consumed one of `run.maxRestarts`."""
@@ -189,6 +193,8 @@ class FineTuneJobStatus(StatusModel):
     completion_time: Timestamp = ""
     attempt: int = 0
     """Number of the current attempt, from 0."""
+    gang_nodes: int | None = None
+    """Pods of the current attempt of an elastic gang. Unset: `parallelism.nodes`."""
     attempts: list[Attempt] = Field(default_factory=list, max_length=64)
     """The latest attempts of all roles, oldest first."""
     restarts: Restarts = Restarts()

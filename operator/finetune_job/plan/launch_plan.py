@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from finetune_job.api.base import ClaimPath
-from finetune_job.api.profile import CaBundle, Resources
+from finetune_job.api.profile import CaBundle, ElasticSettings, Resources
 from finetune_job.names import Role
 
 _TRAINING_DATA, _HELD_OUT_DATA = "spec.data.source", "spec.data.validation.source"
@@ -141,7 +141,7 @@ class Placement(PlacementModel):
     ADDED = frozenset(
         {
             *("pods", "image_pull_secrets", "queue_during_preflight", "checkpoint_priority_boost", "requires_rehearsal"),
-            *("scratch_storage", "signing_key_secret", "supplemental_groups", "ca_bundle"),
+            *("scratch_storage", "signing_key_secret", "supplemental_groups", "ca_bundle", "elastic"),
         }
     )
     profile: str
@@ -172,6 +172,8 @@ class Placement(PlacementModel):
     """Secret with the key that signs what is published. None: nothing is signed."""
     ca_bundle: CaBundle | None = None
     """What fetch and publish trust. None: the authorities of the image."""
+    elastic: ElasticSettings | None = None
+    """When the gang takes fewer nodes and asks for more. None: it always has all of them."""
 
 
 class PlacedModel(PlanModel):
@@ -235,11 +237,18 @@ class Ranks(PlanModel):
 
     nodes: int
     processes_per_node: int
+    min_nodes: int | None = None
+    """The fewest nodes of an elastic gang; None: it always has all of them."""
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks; of an elastic gang of the largest size, which is also the number of its virtual ranks."""
         return self.nodes * self.processes_per_node
+
+    @property
+    def smallest_world_size(self) -> int:
+        """Number of ranks on the fewest nodes."""
+        return (self.min_nodes or self.nodes) * self.processes_per_node
 
 
 class CheckpointInterval(PlanModel):

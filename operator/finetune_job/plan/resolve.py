@@ -62,6 +62,7 @@ def resolve(
         parallelism=ParallelismPlan(
             nodes=spec.parallelism.nodes,
             processes_per_node=spec.parallelism.processes_per_node,
+            min_nodes=None if spec.parallelism.elastic is None else spec.parallelism.elastic.min_nodes,
             fsdp=fsdp_plan(spec, choices),
         ),
         checkpoint=checkpoint_plan(spec, choices),
@@ -73,7 +74,14 @@ def resolve(
         publish=publish_plan(spec, profile, choices),
         sample_answers=sample_answers(spec, choices),
         rehearses=spec.preflight.rehearsal is Rehearsal.RUN,
-        placement=None if profile is None else placement_of(profile_name or spec.profile or DEFAULT_PROFILE, profile, spec.run),
+        placement=None
+        if profile is None
+        else placement_of(
+            profile_name or spec.profile or DEFAULT_PROFILE,
+            profile,
+            spec.run,
+            is_elastic=spec.parallelism.elastic is not None,
+        ),
         choices=tuple(choices.made),
     )
 
@@ -140,7 +148,7 @@ def publish_plan(spec: FineTuneJobSpec, profile: FineTuneProfileSpec | None, cho
     )
 
 
-def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec) -> Placement:
+def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec, *, is_elastic: bool = False) -> Placement:
     """What the profile `name` decides for a job."""
     pods = profile.pods
     return Placement(
@@ -168,6 +176,7 @@ def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec) -> Place
         requires_rehearsal=profile.require_rehearsal,
         scratch_storage=profile.scratch_storage,
         ca_bundle=profile.ca_bundle,
+        elastic=profile.elastic if is_elastic else None,
         signing_key_secret=profile.publish.signing_key_secret.name if profile.publish.signing_key_secret else None,
     )
 

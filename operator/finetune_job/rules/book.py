@@ -6,6 +6,7 @@ from finetune_job.finding import Finding
 from finetune_job.rules import (
     data,
     dtypes,
+    elastic,
     evaluation,
     experts,
     launch,
@@ -32,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     *data.RULES,
     *optimizer.RULES,
     *launch.RULES,
+    *elastic.RULES,
     *versions.RULES,
     *merging.RULES,
     *evaluation.RULES,

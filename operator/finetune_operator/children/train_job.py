@@ -26,31 +26,35 @@ from finetune_operator.children.pod_template import (
 )
 
 
-def gated_train_job(run: FrozenRun, attempt: int) -> dict[str, Any]:
+def gated_train_job(run: FrozenRun, attempt: int, nodes: int | None = None) -> dict[str, Any]:
     """The same in its queue, but not to be admitted before the gate of preflight is taken off.
 
     It is suspended from the beginning: if no queue takes it up, nobody may start it either.
     """
-    job = train_job(run, attempt)
+    job = train_job(run, attempt, nodes)
     job["metadata"]["annotations"][GATES_ANNOTATION] = PREFLIGHT_GATE
     job["spec"]["suspend"] = True
     return job
 
 
-def train_job(run: FrozenRun, attempt: int) -> dict[str, Any]:
-    """The gang of one attempt: a pod per node, its completion index the node rank.
+def train_job(run: FrozenRun, attempt: int, nodes: int | None = None) -> dict[str, Any]:
+    """The gang of one attempt: a pod per node, its completion index the node rank. nodes: None: those of the plan.
 
     `suspend` is left unset, because a queue's webhook sets it; no deadline and no time to live, because the operator owns both.
     """
-    owner, nodes = run.owner, run.plan.parallelism.nodes
+    # Names have room for the largest gang, so that they do not depend on the size of an attempt.
+    owner, most = run.owner, run.plan.parallelism.nodes
+    pods = most if nodes is None else nodes
     arguments = [
         *plan_arguments(run, Role.TRAIN, attempt),
         "--node-rank",
         f"$({INDEX_VARIABLE})",
         "--master-address",
-        master_address(owner.name, owner.namespace, attempt, nodes),
+        master_address(owner.name, owner.namespace, attempt, most),
         "--master-port",
         str(RENDEZVOUS_PORT),
+        # The plan's number otherwise: trainers of earlier releases know no other.
+        *(["--nodes", str(pods)] if run.plan.parallelism.min_nodes is not None else []),
     ]
     template = pod_template(run, Role.TRAIN, attempt, arguments=arguments, grace_period_seconds=TRAIN_GRACE_PERIOD_SECONDS)
     template["spec"]["subdomain"] = service_name(owner.name)
@@ -62,14 +66,14 @@ def train_job(run: FrozenRun, attempt: int) -> dict[str, Any]:
     ]
     spec = {
         "completionMode": "Indexed",
-        "completions": nodes,
-        "parallelism": nodes,
+        "completions": pods,
+        "parallelism": pods,
         "backoffLimit": 0,
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": DISRUPTION_FAILS_THE_JOB,
         "template": template,
     }
-    name, queue = batch_job_name(owner.name, Role.TRAIN, attempt, nodes), queue_labels(run.placement, Role.TRAIN)
+    name, queue = batch_job_name(owner.name, Role.TRAIN, attempt, most), queue_labels(run.placement, Role.TRAIN)
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",

@@ -164,7 +164,7 @@ def _facts(fields: Fields, conditions: Mapping[str, tuple[str, str]]) -> JobFact
         queue=spec.at("run").text("queueName", LONGEST_LABEL),
         method=spec.at("method").text("type", LONGEST_LABEL) or DEFAULT_METHOD,
         model=spec.at("model").text("source", LONGEST_REASON).rstrip("/").rpartition("/")[2][:LONGEST_LABEL],
-        nodes=parallelism.integer("nodes") or 1,
+        nodes=status.integer("gangNodes") or parallelism.integer("nodes") or 1,
         processes=parallelism.integer("processesPerNode") or 1,
         start=status.time("startTime"),
         completion=status.time("completionTime"),

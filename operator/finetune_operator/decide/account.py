@@ -166,7 +166,7 @@ def with_decision(
     ended = ended_by(after, created)
     training = _closed_now(before, after, Role.TRAIN)
     if training is not None:
-        kept = training.outcome in ("Succeeded", "Suspended") or training.failure in _KEPT_BY_SIGTERM
+        kept = training.outcome in ("Succeeded", "Suspended", "Resized") or training.failure in _KEPT_BY_SIGTERM
         account = _settled(account, kept=kept)
     elif ended is not None:
         account = _settled(account, kept=False)

@@ -31,7 +31,23 @@ def latest_of(status: FineTuneJobStatus, role: Role) -> Attempt | None:
     return next((attempt for attempt in reversed(status.attempts) if attempt.role is role), None)
 
 
-def opened(status: FineTuneJobStatus, role: Role, number: int, start: datetime, pods: Sequence[PodView] = ()) -> list[Attempt]:
+@dataclass(frozen=True)
+class GangSize:
+    """Of one attempt of an elastic gang."""
+
+    nodes: int
+    ranks: int
+
+
+def opened(
+    status: FineTuneJobStatus,
+    role: Role,
+    number: int,
+    start: datetime,
+    pods: Sequence[PodView] = (),
+    *,
+    size: GangSize | None = None,
+) -> list[Attempt]:
     """The history with an attempt that now runs. `pods`: of this attempt."""
     scheduled = [pod.scheduled for pod in pods if pod.scheduled is not None]
     prepared = [pod.prepared for pod in pods if pod.prepared is not None]
@@ -41,7 +57,11 @@ def opened(status: FineTuneJobStatus, role: Role, number: int, start: datetime, 
         "prepared_time": timestamp(max(prepared)) if prepared else "",
         "running_time": timestamp(max(started)) if started else "",
     }
-    return _history(status, Attempt(role=role, number=number, start_time=timestamp(start), **times))
+    return _history(status, Attempt(role=role, number=number, start_time=timestamp(start), **times, **_size_fields(size)))
+
+
+def _size_fields(size: GangSize | None) -> dict[str, int]:
+    return {} if size is None else {"nodes": size.nodes, "ranks": size.ranks}
 
 
 def interrupted(status: FineTuneJobStatus, record: Attempt) -> list[Attempt]:
@@ -53,10 +73,13 @@ def interrupted(status: FineTuneJobStatus, record: Attempt) -> list[Attempt]:
 class AttemptEnd:
     """How an attempt ended."""
 
-    outcome: Literal["Succeeded", "Failed", "Suspended"]
+    outcome: Literal["Succeeded", "Failed", "Suspended", "Resized"]
     time: datetime
     failure: Failure | None = None
     counted: bool = False
+    message: str = ""
+    """Why it ended, if it did not fail."""
+    size: GangSize | None = None
 
 
 def closed(status: FineTuneJobStatus, role: Role, number: int, end: AttemptEnd) -> list[Attempt]:
@@ -69,9 +92,10 @@ def closed(status: FineTuneJobStatus, role: Role, number: int, end: AttemptEnd) 
             "end_time": timestamp(end.time),
             "failure": failure.failure if failure is not None else None,
             "counted": end.counted,
-            "message": failure.message if failure is not None else "",
+            "message": failure.message if failure is not None else end.message,
             "hint": failure.hint if failure is not None else "",
             "evidence": list(failure.evidence) if failure is not None else [],
+            **_size_fields(end.size),
         }
     )
     return _history(status, after)

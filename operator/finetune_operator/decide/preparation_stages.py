@@ -21,6 +21,7 @@ from finetune_operator.children.cpu_jobs import fetch_job, preflight_job
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.train_job import gated_train_job
 from finetune_operator.decide.classify import Failure
+from finetune_operator.decide.elastic import gang_nodes
 from finetune_operator.decide.job_state import JobState, State
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.pass_result import PassResult
@@ -63,7 +64,8 @@ def preflight_stage(observed: Observed, result: PassResult, run: FrozenRun) -> b
     """One pass while the job is not prepared. Returns whether the next stage may begin."""
     stage = RoleStage(observed, result, Role.PREFLIGHT)
     if _may_queue_training(observed, run) and stage.job_state().state in (State.QUEUED, State.WAITING, State.RUNNING):
-        result.create(gated_train_job(run, attempt_of(observed.job.status, Role.TRAIN)))
+        status = observed.job.status
+        result.create(gated_train_job(run, attempt_of(status, Role.TRAIN), gang_nodes(run.plan, status.gang_nodes)))
         return False
     return stage.drive(
         lambda: preflight_job(run, stage.attempt, renewed_resources(observed, Role.PREFLIGHT)),

@@ -13,6 +13,7 @@ from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.attempts import (
     AttemptEnd,
+    GangSize,
     closed,
     interrupted,
     latest_of,
@@ -57,6 +58,10 @@ class RoleStage:
     role: Role
     nodes: int = 1
     """Pods of its Job."""
+    most_nodes: int | None = None
+    """Pods of the largest Job of the role, which decide how long its names may be; None: all have as many."""
+    size: GangSize | None = None
+    """Of an elastic gang, as its attempt records it."""
 
     @property
     def attempt(self) -> int:
@@ -113,7 +118,7 @@ class RoleStage:
 
     def create(self, build: Callable[[], list[Mapping[str, Any]]]) -> None:
         """Create the Job of the current attempt, once its pause is over and nothing of an earlier one is left."""
-        left = delete_leftovers(self.observed, self.result, self.role, self.nodes)
+        left = delete_leftovers(self.observed, self.result, self.role, self.most_nodes or self.nodes)
         if left is not None:
             report_leftovers(self.observed, self.result, self.role, left)
             return
@@ -134,7 +139,8 @@ class RoleStage:
             return
         self.open(batch_job)
         if found.state is State.RUNNING:
-            self.set_reason(Reason.RUNNING, f"Attempt {self.attempt} runs.")
+            place = f" on {self.nodes} of {self.most_nodes} nodes" if self.size is not None else ""
+            self.set_reason(Reason.RUNNING, f"Attempt {self.attempt} runs{place}.")
             self.result.condition(ConditionType.READY, True, Reason.RUNNING)
         else:
             self.set_reason(Reason.RUNNING, f"Attempt {self.attempt} fails; waiting for the cause.")
@@ -146,15 +152,32 @@ class RoleStage:
             # A Job that waited in a queue was created long before.
             begun = batch_job.start_time or batch_job.created
             pods = self.observed.pods_of(self.role, self.attempt)
-            self.result.set(attempts=opened(self.observed.job.status, self.role, self.attempt, begun, pods))
+            self.result.set(attempts=opened(self.observed.job.status, self.role, self.attempt, begun, pods, size=self.size))
 
     def close(self, outcome: Literal["Succeeded", "Failed"], failure: Failure | None = None, *, counted: bool = False) -> None:
         """Record the end of this attempt."""
-        end = AttemptEnd(outcome, self.result.now, failure, counted)
+        end = AttemptEnd(outcome, self.result.now, failure, counted, size=self.size)
         self.result.set(attempts=closed(self.observed.job.status, self.role, self.attempt, end))
 
-    def fail(self, failure: Failure, batch_job: BatchJobView | None) -> None:
-        """Restart or give up, as the policy says. The new number and the evidence are written before the old Job is deleted."""
+    def resize(self, nodes: int, why: str, batch_job: BatchJobView) -> None:
+        """Continue with an attempt of so many nodes, which is no failure. Deleting the Job sends SIGTERM, so the gang saves."""
+        end = AttemptEnd("Resized", self.result.now, message=why, size=self.size)
+        self.result.set(
+            attempts=closed(self.observed.job.status, self.role, self.attempt, end),
+            **{ATTEMPT_FIELD[self.role]: self.attempt + 1},
+            gang_nodes=nodes,
+        )
+        said = f"{why} Attempt {self.attempt + 1} has {nodes} of {self.most_nodes} nodes."
+        self.set_reason(Reason.RESIZING, said)
+        self.result.condition(ConditionType.READY, False, Reason.RESIZING, said)
+        self.result.emit("Normal", Reason.RESIZING, said)
+        self.result.delete(batch_job)
+
+    def fail(self, failure: Failure, batch_job: BatchJobView | None, nodes: int | None = None) -> None:
+        """Restart or give up, as the policy says. The new number and the evidence are written before the old Job is deleted.
+
+        nodes: of the next attempt of an elastic gang.
+        """
         status, spec = self.observed.job.status, self.observed.job.spec
         if spec is None:
             return
@@ -168,7 +191,11 @@ class RoleStage:
         self.result.set(**{ATTEMPT_FIELD[self.role]: self.attempt + 1}, **with_restarts(status, self.role, following))
         pause = pause_seconds(failure.failure, following, self.role, self.observed.job.uid)
         reason = _WAITING.get(failure.failure, Reason.BACKING_OFF) if pause else Reason.RESTARTING
-        self.set_reason(reason, f"Attempt {self.attempt} failed: {failure.text}{self._outlook(failure.failure, pause)}")
+        outlook = self._outlook(failure.failure, pause)
+        if nodes is not None:
+            self.result.set(gang_nodes=nodes)
+            outlook += f" Attempt {self.attempt + 1} has {nodes} of {self.most_nodes} nodes."
+        self.set_reason(reason, f"Attempt {self.attempt} failed: {failure.text}{outlook}")
         self.result.condition(ConditionType.READY, False, reason, failure.text)
         self.result.emit("Warning", Reason.RESTARTING, f"Attempt {self.attempt} of {self.role} failed: {failure.text}")
         if batch_job is not None:

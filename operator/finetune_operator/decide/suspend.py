@@ -26,7 +26,8 @@ def suspend(observed: Observed, result: PassResult) -> None:
     batch_job = observed.batch_job(role, attempt)
     if batch_job is not None and not ends_by_itself(batch_job, observed.pods_of(role, attempt)):
         result.set(attempts=closed(status, role, attempt, AttemptEnd("Suspended", result.now)))
-        result.set(**{ATTEMPT_FIELD[role]: attempt + 1})
+        # An elastic gang asks for all nodes when it continues.
+        result.set(**{ATTEMPT_FIELD[role]: attempt + 1}, gang_nodes=None)
         result.condition(CONDITION[role], None, Reason.SUSPENDED_BY_USER, message)
         result.delete(batch_job)
         result.emit("Normal", Reason.SUSPENDED_BY_USER, f"Attempt {attempt} of {role} is stopped; {message}")

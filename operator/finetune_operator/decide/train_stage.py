@@ -11,8 +11,10 @@ from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.placement import PREFLIGHT_GATE
 from finetune_operator.children.train_job import gang_service, train_job
+from finetune_operator.decide.attempts import GangSize
 from finetune_operator.decide.blocked import wait_for_refused_write
 from finetune_operator.decide.classify import Failure
+from finetune_operator.decide.elastic import Elasticity, elasticity, gang_nodes, grows, nodes_after_failure, nodes_that_came
 from finetune_operator.decide.job_state import JobState, State
 from finetune_operator.decide.observed import BatchJobView, Observed
 from finetune_operator.decide.pass_result import PassResult
@@ -26,7 +28,10 @@ _FIX_OF_UNGATING = "The operator has to take the gate off the Job: install the c
 
 def train_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
     """One pass while the job is prepared and not trained. Returns whether the next stage may begin."""
-    stage = RoleStage(observed, result, Role.TRAIN, run.plan.parallelism.nodes)
+    limits, ranks = elasticity(run.plan), run.plan.parallelism
+    nodes = gang_nodes(run.plan, observed.job.status.gang_nodes)
+    size = None if limits is None else GangSize(nodes, nodes * ranks.processes_per_node)
+    stage = RoleStage(observed, result, Role.TRAIN, nodes, ranks.nodes, size)
     found = stage.job_state()
     _report_progress(observed, result, stage.attempt)
     if found.state is State.ABSENT:
@@ -35,7 +40,8 @@ def train_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
         _succeeded(observed, result, stage, found)
         return True
     elif found.failure is not None:
-        stage.fail(found.failure, found.batch_job)
+        after = None if limits is None else nodes_after_failure(limits, nodes, found.pods)
+        stage.fail(found.failure, found.batch_job, after)
     elif found.batch_job is not None:
         if not observed.service_exists:
             result.create(gang_service(run.owner))
@@ -43,8 +49,30 @@ def train_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
         if found.state is State.QUEUED and PREFLIGHT_GATE in found.batch_job.admission_gates:
             if not wait_for_refused_write(observed, result, ConditionType.TRAINED, _FIX_OF_UNGATING):
                 result.ungate(found.batch_job, PREFLIGHT_GATE)
-        elif not _is_stalled(observed, result, stage, found, found.batch_job):
+        elif not (
+            (limits is not None and _is_resized(observed, stage, limits, found, found.batch_job))
+            or _is_stalled(observed, result, stage, found, found.batch_job)
+        ):
             stage.wait(found, found.batch_job)
+    return False
+
+
+def _is_resized(observed: Observed, stage: RoleStage, limits: Elasticity, found: JobState, batch_job: BatchJobView) -> bool:
+    """Whether the gang ends here, to continue on the nodes that it has got, or to ask for all of them."""
+    now, status = stage.result.now, observed.job.status
+    if found.state is State.WAITING and found.pending is not None and found.pending.is_capacity:
+        since = batch_job.start_time or batch_job.created
+        came = nodes_that_came(limits, stage.nodes, found.pods, since, now)
+        if came is not None:
+            waited = limits.shrink_after.total_seconds()
+            stage.resize(came, f"{came} of {stage.nodes} pods had a node within {waited:.0f} s.", batch_job)
+            return True
+        if now < since + limits.shrink_after:
+            stage.result.requeue_at(since + limits.shrink_after)
+    told = observed.progress if observed.progress is not None and observed.progress.attempt == stage.attempt else None
+    if found.state is State.RUNNING and grows(limits, stage.nodes, status.attempts, now, told=told, before=status.progress):
+        stage.resize(limits.most, f"Attempt {stage.attempt} has saved and may grow.", batch_job)
+        return True
     return False
 
 
@@ -52,7 +80,7 @@ def _create(observed: Observed, stage: RoleStage, run: FrozenRun) -> None:
     """The Service first: without it the ranks would look for names that nobody publishes."""
 
     def build() -> list[Mapping[str, Any]]:
-        job = train_job(run, stage.attempt)
+        job = train_job(run, stage.attempt, stage.nodes)
         return [job] if observed.service_exists else [gang_service(run.owner), job]
 
     stage.create(build)

@@ -44,7 +44,8 @@ class Scene:
         self._started: float | None = None
         self._attempt_then = -1
         self._says: tuple[str, float] | None = None
-        self._seconds: float | None = None
+        self.seconds: float | None = None
+        """From the start of the clock to the next trained step."""
         self._resumes = False
         self._undo: list[Callable[[], object]] = []
 
@@ -171,7 +172,7 @@ class Scene:
 
         first, kept = self.wait(trained, "the next trained step")
         assert self._started is not None, "the case never started its clock"
-        self._seconds = time.monotonic() - self._started
+        self.seconds = time.monotonic() - self._started
         self._resumes = kept > 0 and first == kept + 1
 
     def finish(self) -> Outcome:
@@ -192,7 +193,7 @@ class Scene:
             ),
             says=self._says[0] if self._says else "",
             resumes=self._resumes,
-            seconds=None if self._seconds is None else round(self._seconds, 1),
+            seconds=None if self.seconds is None else round(self.seconds, 1),
             seconds_until_said=round(self._says[1], 1) if self._says else None,
         )
 

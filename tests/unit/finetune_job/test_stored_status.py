@@ -46,8 +46,11 @@ def test_a_release_that_fetches_is_read_as_it_is() -> None:
 
 
 def test_an_attempt_without_a_role_is_one_of_the_gang() -> None:
-    status = read_status({"attempts": [{"number": 3, "outcome": "Failed", "failure": "Collective"}]})
-    assert [(one.role, one.number, one.failure) for one in status.attempts] == [(Role.TRAIN, 3, FailureClass.COLLECTIVE)]
+    written = [{"number": 3, "outcome": "Failed", "failure": "Collective"}, {"number": 4, "outcome": "Resized", "nodes": 2}]
+    status = read_status({"attempts": written})
+    first, second = status.attempts
+    assert (first.role, first.number, first.failure) == (Role.TRAIN, 3, FailureClass.COLLECTIVE)
+    assert (second.outcome, second.nodes) == ("Resized", 2)
     assert status.role_restarts.merge.counted == 0
 
 

@@ -37,6 +37,23 @@ def test_changes_that_a_manifest_takes_make_it_fit() -> None:
         assert judged(fixed, "Llama-3.1-8B", gib).fits, alternative.text
 
 
+def test_an_elastic_gang_has_to_fit_on_its_fewest_nodes() -> None:
+    """A rank holds the more of the base, and the gradients of the more virtual ranks, the fewer ranks there are."""
+    fixed = small_job().nodes(4).spec("training.reduction", "Ordered").spec("training.globalBatchSize", 64)
+    fixed = fixed.spec("parallelism.fsdp.reshardAfterForward", True)
+    gang = fixed.spec("parallelism.elastic.minNodes", 1)
+    on_one, on_two, on_four, of_all = (
+        judged(job, gib=80).estimate.total
+        for job in (gang, gang.spec("parallelism.elastic.minNodes", 2), gang.spec("parallelism.elastic.minNodes", 4), fixed)
+    )
+    assert on_one > on_two > on_four == of_all
+    limit = (on_one + on_two) / 2 / GIB
+    assert judged(fixed, gib=limit).fits
+    verdict = judged(gang, gib=limit)
+    assert not verdict.fits
+    assert changes_of(verdict) == {"spec.parallelism.elastic.minNodes": 2}
+
+
 def test_what_no_change_can_save_is_named() -> None:
     """Of experts that are stored one by one every rank packs the whole base: 8 devices do not load what they could train."""
     packed = small_job().spec("method.type", "QLoRA").processes_per_node(8)

@@ -94,6 +94,8 @@ def test_a_job_is_told_by_its_status() -> None:
         "finetune_job_completion_timestamp_seconds": 1767330300,
         "finetune_job_last_step_timestamp_seconds": 1767324900,
     }
+    smaller = a_job(status=STATUS | {"gangNodes": 1}, parallelism={"nodes": 2, "processesPerNode": 8})
+    assert samples(JobCollector(a_cache(smaller)))["finetune_job_gpus"] == [(names, 8)]
 
 
 def test_a_job_that_waits_says_for_what_until_it_has_ended() -> None:

@@ -70,6 +70,8 @@ class Launch:
     observe_port: int
     ranks: int | None = None
     """On this node alone, which is then all of the gang. For plans with an ordered reduction; None: as the plan says."""
+    nodes: int | None = None
+    """Of this attempt. For plans with an ordered reduction; None: as the plan says."""
 
 
 class MasterUnreachableError(ConnectionError):
@@ -82,11 +84,7 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
     SIGTERM stays taken after the return, so that another one cannot end the process before its report is written.
     """
     role = Role.TRAIN.value
-    if launch.ranks is not None and context.plan.training.reduction is not GradientReduction.ORDERED:
-        raise ConfigError(
-            f"--ranks {launch.ranks}: the plan's ranks add up gradients in an order of their own number",
-            "leave --ranks out, or set spec.training.reduction to Ordered",
-        )
+    _require_ordered_for_other_sizes(context, launch)
     stopped = threading.Event()
     reports_directory = context.workspace.reports(role, context.attempt)
     remove_rank_reports(reports_directory, _local_ranks(context, launch))
@@ -138,6 +136,17 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
     return cause.model_copy(update={"node_rank": launch.node_rank if cause.rank is None else cause.node_rank})
 
 
+def _require_ordered_for_other_sizes(context: RunContext, launch: Launch) -> None:
+    """Raises ConfigError."""
+    asked = {"--ranks": launch.ranks, "--nodes": launch.nodes}
+    given = next(((name, value) for name, value in asked.items() if value is not None), None)
+    if given is not None and context.plan.training.reduction is not GradientReduction.ORDERED:
+        raise ConfigError(
+            f"{given[0]} {given[1]}: the plan's ranks add up gradients in an order of their own number",
+            f"leave {given[0]} out, or set spec.training.reduction to Ordered",
+        )
+
+
 def start_method_of_ranks() -> str:
     """`fork`, or `spawn` where an import has touched the device: a fork could not use it then."""
     import torch
@@ -151,7 +160,7 @@ def start_method_of_ranks() -> str:
 
 def torchrun_arguments(context: RunContext, launch: Launch, pipes: Path, start_method: str) -> list[str]:
     """Of this node's agent."""
-    nodes = context.plan.parallelism.nodes if launch.ranks is None else 1
+    nodes = (launch.nodes or context.plan.parallelism.nodes) if launch.ranks is None else 1
     agent = {
         "--nnodes": nodes,
         "--nproc-per-node": len(_local_ranks(context, launch)),

@@ -168,6 +168,20 @@ RUN_CONDITIONS: tuple[CelCondition, ...] = (
         "training.globalBatchSize",
     ),
     CelCondition(
+        "elastic-min-nodes-above-nodes",
+        "parallelism",
+        "!has(self.elastic) || self.elastic.minNodes <= self.nodes",
+        "minNodes cannot be above parallelism.nodes, the most nodes of the gang; lower minNodes, or raise nodes",
+        "elastic.minNodes",
+    ),
+    CelCondition(
+        "elastic-needs-ordered-reduction",
+        "",
+        "!has(self.parallelism.elastic) || self.training.reduction == 'Ordered'",
+        "another number of ranks would change the result; set training.reduction to Ordered, or remove parallelism.elastic",
+        "parallelism.elastic",
+    ),
+    CelCondition(
         "nodes-need-read-write-many",
         "",
         "self.parallelism.nodes == 1 || !has(self.workspace.volumeClaimTemplate) "

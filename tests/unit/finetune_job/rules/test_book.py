@@ -29,7 +29,19 @@ def test_ids_are_unique_and_found():
 def test_every_topic_is_one_module_of_the_book():
     topics = (
         *("wrapping", "dtypes", "quantization", "method_configuration", "experts"),
-        *("tokens", "data", "optimizer", "launch", "versions", "merging", "evaluation", "outputs", "workspace", "sources"),
+        *(
+            "tokens",
+            "data",
+            "optimizer",
+            "launch",
+            "elastic",
+            "versions",
+            "merging",
+            "evaluation",
+            "outputs",
+            "workspace",
+            "sources",
+        ),
     )
     assert tuple(dict.fromkeys(rule.topic for rule in RULES)) == topics
     for topic in topics:

@@ -106,6 +106,8 @@ FINDINGS: dict[str, Written] = {
         {"training.activationCheckpointing": "Full"},
     ),
     "ordered-reduction-not-possible": none("training.reduction"),
+    "elastic-needs-ordered-reduction": (E, "parallelism.elastic", {"training.reduction": "Ordered"}),
+    "elastic-min-nodes-above-nodes": (E, "parallelism.elastic.minNodes", {"parallelism.elastic.minNodes": 2}),
     "adam-beta-range": none("training.adamBeta2"),
     "adam-epsilon-zero": none("training.adamEpsilon"),
     "momentum-range": none("training.momentum"),

@@ -73,6 +73,8 @@ WIDE = {"method.lora.autocastAdapterDtype": True, F + "useOrigParams": True}
 V1, V2 = TWO | {F + "version": 1}, TWO | {F + "version": 2}
 LOHA, ALONE = {"method.type": "LoHa", "merge.enabled": False}, {"merge.enabled": False}
 ORDERED = {"training.reduction": "Ordered"}
+MIN_NODES = "parallelism.elastic.minNodes"
+ELASTIC = {"parallelism.nodes": 2, MIN_NODES: 1}
 DORA, QLORA, FULL = {"method.type": "DoRA"}, {"method.type": "QLoRA"}, {"method.type": "Full"}
 SGD = {"training.optimizer": "SGD"}
 NEARLY_1 = "0.99999999999999999999"
@@ -366,6 +368,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
             (QLORA | {"method.quantization.bits": 8}, QLORA | {"method.quantization.bits": 4}),
         )
     ),
+    ("elastic-needs-ordered-reduction", ELASTIC, ELASTIC | ORDERED, None),
+    ("elastic-min-nodes-above-nodes", ELASTIC | ORDERED | {MIN_NODES: 3}, ELASTIC | ORDERED | {MIN_NODES: 2}, None),
     ("lora-init-not-supported", {"method.lora.initLoraWeights": "corda"}, {"method.lora.initLoraWeights": "pissa"}, None),
     ("lora-init-not-supported", {"method.lora.initLoraWeights": "loftq"}, {"method.lora.initLoraWeights": "olora"}, None),
     ("lora-init-not-supported", {"method.lora.initLoraWeights": "eva"}, {"method.lora.initLoraWeights": "orthogonal"}, None),

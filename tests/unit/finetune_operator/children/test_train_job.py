@@ -58,6 +58,15 @@ def test_every_pod_of_a_gang_has_the_name_that_the_others_look_up(name: str, nod
     assert all(len(label) <= 63 for label in f"{job['metadata']['name']}-{nodes - 1}".split("."))
 
 
+def test_an_attempt_of_an_elastic_gang_is_told_its_nodes_and_has_the_names_of_the_largest() -> None:
+    run = run_of(a_job().named("a" * 60).nodes(12).spec("training.reduction", "Ordered").spec("parallelism.elastic", {}))
+    job, largest = train_job(run, 0, 3), train_job(run, 0)
+    arguments, all_of_them = (pod_spec(one)["containers"][0]["args"] for one in (job, largest))
+    assert arguments[-2:] == ["--nodes", "3"]
+    assert (all_of_them[-2:], all_of_them[:-2]) == (["--nodes", "12"], arguments[:-2])
+    assert job["metadata"]["name"] == largest["metadata"]["name"]
+
+
 def test_the_service_finds_the_training_pods_before_they_are_ready() -> None:
     service = gang_service(OWNER)["spec"]
     assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)

@@ -110,7 +110,12 @@ def test_a_restart_counts_once_the_status_tells_of_it_or_the_job_is_gone() -> No
 
 def test_what_sigterm_suspension_and_success_end_is_kept_and_no_restart() -> None:
     before = observing(a_job()).training().status
-    for outcome, failure in (("Succeeded", None), ("Suspended", None), ("Failed", FailureClass.PREEMPTED)):
+    for outcome, failure in (
+        ("Succeeded", None),
+        ("Suspended", None),
+        ("Resized", None),
+        ("Failed", FailureClass.PREEMPTED),
+    ):
         closed = before.attempts[0].model_copy(update={"outcome": outcome, "failure": failure})
         found = decided(before, before.model_copy(update={"attempts": [closed], "attempt": 1}))
         assert found.gpu_seconds == {"productive": 80.0}

@@ -223,8 +223,17 @@ def test_fewer_ranks_than_the_plans_are_all_of_a_gang_that_adds_up_in_order(tmp_
         "4",
         "train-0.tiny",
     ]
-    with pytest.raises(ConfigError, match="--ranks 3: "):
-        supervise(run_context(tmp_path / "fast", tiny_spec()), replace(launch, ranks=3))
+    # An attempt of an elastic gang: fewer nodes, with all of their processes.
+    for nodes, address in ((1, "127.0.0.1"), (2, "train-0.tiny")):
+        told = torchrun_arguments(ordered, replace(launch, nodes=nodes), tmp_path, "fork")
+        assert [told[told.index(name) + 1] for name in ("--nnodes", "--nproc-per-node", "--master-addr")] == [
+            str(nodes),
+            "4",
+            address,
+        ]
+    for other, said in ((replace(launch, ranks=3), "--ranks 3: "), (replace(launch, nodes=1), "--nodes 1: ")):
+        with pytest.raises(ConfigError, match=said):
+            supervise(run_context(tmp_path / "fast", tiny_spec()), other)
 
 
 def test_ranks_are_not_forked_where_a_device_was_touched() -> None:

@@ -1,0 +1,114 @@
+"""How many nodes an attempt of an elastic gang has: decisions over plain data.
+
+A gang begins with all nodes. It takes what there is when some of them do not come, or when a node is lost or taken back, and asks
+for all of them again later. Nobody knows beforehand whether they are free: no node is looked at, and the scheduler's answer to
+the pods of the next attempt is the only one that counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from finetune_job.api.status import Attempt, ProgressStatus
+from finetune_job.names import Role
+from finetune_job.plan.launch_plan import LaunchPlan
+from finetune_job.progress import Progress
+from finetune_operator.decide.observed import PodView
+from finetune_operator.decide.times import moment_after
+
+MOST_DOUBLINGS = 3
+"""Of the time before all nodes are asked for again."""
+
+
+@dataclass(frozen=True)
+class Elasticity:
+    """Sizes and patience of an elastic gang, as its plan has them."""
+
+    fewest: int
+    most: int
+    """Nodes."""
+    shrink_after: timedelta
+    grow_after: timedelta | None
+    """None: it never asks for more, because a queue gave it what it has."""
+
+    def clamped(self, nodes: int | None) -> int:
+        """A number of nodes from status, which anybody may have edited; None: all."""
+        return self.most if nodes is None else min(max(nodes, self.fewest), self.most)
+
+
+def elasticity(plan: LaunchPlan) -> Elasticity | None:
+    """None: the gang always has all nodes."""
+    ranks, placement = plan.parallelism, plan.placement
+    if ranks.min_nodes is None or placement is None or placement.elastic is None:
+        return None
+    waits, is_queued = placement.elastic, placement.pods.train.queue_name is not None
+    return Elasticity(
+        fewest=min(ranks.min_nodes, ranks.nodes),
+        most=ranks.nodes,
+        shrink_after=timedelta(seconds=waits.shrink_after_seconds),
+        grow_after=None if is_queued else timedelta(seconds=waits.grow_after_seconds),
+    )
+
+
+def gang_nodes(plan: LaunchPlan, asked: int | None) -> int:
+    """Pods of an attempt. `asked`: `status.gangNodes`."""
+    limits = elasticity(plan)
+    return plan.parallelism.nodes if limits is None else limits.clamped(asked)
+
+
+def nodes_after_failure(limits: Elasticity, nodes: int, pods: Sequence[PodView]) -> int:
+    """Nodes of the attempt after one that failed, without those that were lost or taken back.
+
+    A node that is taken back may have a successor, but the others need not wait for it. If nothing is left, all are asked for:
+    whatever comes first is taken.
+    """
+    taken = len({pod.node_rank for pod in pods if pod.disruption})
+    return limits.most if taken >= nodes else max(nodes - taken, limits.fewest)
+
+
+def nodes_that_came(limits: Elasticity, nodes: int, pods: Sequence[PodView], since: datetime, now: datetime) -> int | None:
+    """Nodes to start on instead, if after the wait some of the pods have no node and the others are enough; None: wait on."""
+    placed = len({pod.node_rank for pod in pods if pod.scheduled is not None and pod.deletion_requested is None})
+    return placed if limits.fewest <= placed < nodes and now >= since + limits.shrink_after else None
+
+
+def grows(
+    limits: Elasticity,
+    nodes: int,
+    attempts: Sequence[Attempt],
+    now: datetime,
+    *,
+    told: Progress | None,
+    before: ProgressStatus | None,
+) -> bool:
+    """Whether a running gang is to be stopped to ask for all nodes: long enough after it began, when a checkpoint has just become
+    complete, and not if it would be done within the same time.
+
+    attempts: of the job, the running one last. told: the latest progress. before: what status had before.
+    """
+    running = _training(attempts)
+    if limits.grow_after is None or nodes >= limits.most or not running or told is None or told.checkpoint_step is None:
+        return False
+    known = before.checkpoint_step if before is not None else None
+    if known is None or told.checkpoint_step <= known:
+        return False
+    patience = limits.grow_after.total_seconds() * 2 ** min(_failed_tries(running[:-1]), MOST_DOUBLINGS)
+    due = moment_after(running[-1].running_time or running[-1].start_time, patience)
+    is_nearly_done = told.seconds_left is not None and told.seconds_left < patience
+    return due is not None and now >= due and not is_nearly_done
+
+
+def _training(attempts: Sequence[Attempt]) -> list[Attempt]:
+    return [one for one in attempts if one.role is Role.TRAIN]
+
+
+def _failed_tries(ended: Sequence[Attempt]) -> int:
+    """How often in a row nodes were asked for that did not come: attempts that never ran, since one failed or had them all."""
+    tries = 0
+    for one in reversed(ended):
+        if one.outcome != "Resized":
+            break
+        tries += not one.running_time
+    return tries
