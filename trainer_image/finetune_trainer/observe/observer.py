@@ -18,6 +18,7 @@ import torch
 
 from finetune_job.failures import Outcome
 from finetune_job.progress import Progress
+from finetune_memory.devices import device_of
 from finetune_trainer.checkpoint.checkpoints import Checkpoints
 from finetune_trainer.checkpoint.evidence import CHECKPOINT_STEP
 from finetune_trainer.checkpoint.manifest import RunState
@@ -26,7 +27,7 @@ from finetune_trainer.errors import classify
 from finetune_trainer.files import write_durably
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.load import build_on_meta
-from finetune_trainer.observe.flops import ModelCost, model_cost, peak_flops
+from finetune_trainer.observe.flops import ModelCost, model_cost
 from finetune_trainer.observe.goodput import Activity
 from finetune_trainer.observe.run_files import GoodputRecorder, History, Stopwatch
 from finetune_trainer.observe.server import RunMetrics, serving
@@ -261,12 +262,12 @@ class Reporter(Observer):
 def _peak_and_cost(run: ObservedRun) -> tuple[float | None, ModelCost | None]:
     """The device's peak and the model's cost; None on the CPU and on devices whose peak is not known."""
     device = run.gang.device
-    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if peak is None:
+    known = device_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if known is None:
         return None, None
     plan = run.context.plan
     model = build_on_meta(plan, run.context.base_model)
-    return peak, model_cost(attach(model, plan) if plan.method.trains_adapter else model, model.config)
+    return known.flops, model_cost(attach(model, plan) if plan.method.trains_adapter else model, model.config)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
