@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -69,17 +68,6 @@ class Tier:
 
 
 @dataclass(frozen=True)
-class Deterministic:
-    """Kernels that give the same bits each time."""
-
-    def arm(self, _rank: int) -> None:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.use_deterministic_algorithms(mode=True)
-        # Flash attention has a backward pass in one order of sums; cuDNN promises none.
-        torch.backends.cuda.enable_cudnn_sdp(enabled=False)
-
-
-@dataclass(frozen=True)
 class Hungry:
     """In the second step, more memory is asked for than any device has."""
 
@@ -95,9 +83,12 @@ class Hungry:
         wrap("train.step:squared_norm", asking)
 
 
-def job(directory: Path, scale: Scale, ranks: int, method: str = "LoRA", version: int = 2) -> RunContext:
+def job(
+    directory: Path, scale: Scale, ranks: int, method: str = "LoRA", version: int = 2, *, deterministic: bool = False
+) -> RunContext:
     """A tiny job of a few steps; with a GPU in 16 bits, and with attention by the bounds of documents."""
-    training = {"maxSteps": STEPS, "globalBatchSize": 4, "microBatchSize": 2} | ({} if scale.is_toy else {"precision": "bf16"})
+    training = {"maxSteps": STEPS, "globalBatchSize": 4, "microBatchSize": 2, "deterministic": deterministic}
+    training |= {} if scale.is_toy else {"precision": "bf16"}
     spec = tiny_spec(
         model={"attention": "varlen"},
         data={"validation": None},
@@ -143,21 +134,23 @@ def methods(scale: Scale, rows: Rows) -> str:
 def resume(scale: Scale, rows: Rows) -> str:
     """A run that is killed and resumed has the bytes of an undisturbed one; and what kernels that promise this cost."""
     files: dict[str, dict[str, bytes]] = {}
+    ranks = 1 if scale.is_toy else scale.ranks
     runs: dict[str, list[Disturbance]] = {
-        "undisturbed": [Deterministic()],
-        "killed": [Deterministic(), Fault("train.step:optimizer_step", call=KILLED_IN)],
+        "undisturbed": [],
+        "killed": [Fault("train.step:optimizer_step", call=KILLED_IN)],
     }
     if not scale.is_toy:
         runs["free kernels"] = []
     for name, faults in runs.items():
         with tempfile.TemporaryDirectory(prefix="gpu-check-") as place:
-            context, began = job(Path(place), scale, 1), time.monotonic()
+            context, began = job(Path(place), scale, ranks, deterministic=name != "free kernels"), time.monotonic()
             codes = [run_gang(context, faults)]
             if name == "killed":
-                codes.append(run_gang(context, faults[:1]))
-            wanted = [[-9], [0]] if name == "killed" else [[0]]
-            if codes != wanted:
-                return f"{name}: exit codes {codes}, not {wanted}"
+                codes.append(run_gang(context))
+            whole = [0] * ranks
+            was_killed = name != "killed" or -9 in codes[0]
+            if codes[-1] != whole or not was_killed:
+                return f"{name}: exit codes {codes}, not {whole} in the end"
             files[name] = trained_files(context)
             rows.append({"run": name, "seconds": time.monotonic() - began, "losses": losses_of(context)})
     return "" if files["killed"] == files["undisturbed"] else "the bytes of the resumed run are others"

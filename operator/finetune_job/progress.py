@@ -24,6 +24,8 @@ class Progress(BaseModel):
     """Of all trainable parameters before clipping, latest step."""
     tokens_per_second: float | None = None
     tokens_per_second_per_device: float | None = None
+    calculated_tokens_per_second: float | None = None
+    """What the planner calculates for the device that rank 0 has; None where it does not know the device or the model."""
     mfu: float | None = None
     """Model FLOPs utilisation, 0 to 1; None where the peak of the device is not known."""
     step_seconds_median: float | None = None

@@ -112,7 +112,7 @@ def test_the_calculated_example_of_the_page() -> None:
     assert found.tokens_per_second == pytest.approx(12_060, rel=0.01)
     assert TOKENS / seconds(found, "matrix products") == pytest.approx(23_060, rel=0.01)
     assert paced(job(training__precision="bf16")).tokens_per_second == pytest.approx(17_200, rel=0.01)
-    assert paced(job(training__compile=True)).tokens_per_second == pytest.approx(21_200, rel=0.02)
+    assert paced(job(training__compile=True)).tokens_per_second == pytest.approx(21_080, rel=0.01)
 
 
 @pytest.mark.parametrize(

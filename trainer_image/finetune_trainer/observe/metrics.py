@@ -51,6 +51,11 @@ GAUGES: dict[str, Definition] = {
         ),
         ("tokens_per_second_per_device", "tokens_per_second_per_device", "The same divided by the number of ranks."),
         (
+            "calculated_tokens_per_second",
+            "calculated_tokens_per_second",
+            "What the planner calculates for such devices, with parts of their peaks that it assumes; absent where it cannot.",
+        ),
+        (
             "mfu",
             "mfu_ratio",
             "Operations that the model's mathematics needs over the device's bfloat16 peak; absent where the peak is not known.",

@@ -12,13 +12,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from finetune_job.failures import Outcome
+from finetune_job.plan.run_plan import RunPlan
 from finetune_job.progress import Progress
+from finetune_memory.describe import model_shape, read_model
 from finetune_memory.devices import device_of
+from finetune_memory.model_shape import UnknownModelError
+from finetune_memory.pace import UnknownPaceError, calculated_pace
 from finetune_trainer.checkpoint.checkpoints import Checkpoints
 from finetune_trainer.checkpoint.evidence import CHECKPOINT_STEP
 from finetune_trainer.checkpoint.manifest import RunState
@@ -46,6 +51,8 @@ class ObservedRun:
     """What stays the same during an attempt."""
 
     context: RunContext
+    plan: RunPlan
+    """With what preflight chose."""
     gang: Gang
     num_sequences: int
     total_steps: int
@@ -155,7 +162,10 @@ class Reporter(Observer):
         self._goodput = GoodputRecorder(workspace.accounts, run.context.attempt, run.first_step, stopwatch, time.time())
         self._window = PaceWindow()
         self._step = run.first_step
-        self._peak, self._cost = _peak_and_cost(run)
+        product = torch.cuda.get_device_name(run.gang.device) if run.gang.device.type == "cuda" else ""
+        self._peak, self._cost = _peak_and_cost(run, product)
+        self._calculated = calculated_tokens_per_second(run.plan, run.context.base_model, product)
+        self._run_metrics.update(calculated_tokens_per_second=self._calculated)
 
     def during(self, activity: Activity) -> AbstractContextManager[None]:
         return self._stopwatch.during(activity)
@@ -194,6 +204,7 @@ class Reporter(Observer):
             "seconds": done.seconds,
             "data_seconds": result.data_seconds,
             "tokens_per_second": result.tokens / done.seconds,
+            "calculated_tokens_per_second": self._calculated,
             "mfu": self._mfu(flops / done.seconds if flops is not None else None),
         }
         self._history.append(**line, **{CHECKPOINT_STEP: run.checkpoints.complete_step()})
@@ -259,10 +270,18 @@ class Reporter(Observer):
         return flops_per_second / (self._peak * self._run.gang.world_size)
 
 
-def _peak_and_cost(run: ObservedRun) -> tuple[float | None, ModelCost | None]:
+def calculated_tokens_per_second(plan: RunPlan, base_model: Path, product: str) -> float | None:
+    """Of all ranks on such devices; None if the planner does not know the device, or what the model is made of."""
+    try:
+        files = read_model(base_model)
+        return calculated_pace(plan, model_shape(plan, files), files.stored, product).tokens_per_second
+    except (UnknownModelError, UnknownPaceError):
+        return None
+
+
+def _peak_and_cost(run: ObservedRun, product: str) -> tuple[float | None, ModelCost | None]:
     """The device's peak and the model's cost; None on the CPU and on devices whose peak is not known."""
-    device = run.gang.device
-    known = device_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    known = device_of(product)
     if known is None:
         return None, None
     plan = run.context.plan

@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.names import Role
 from finetune_trainer.context import RunContext
+from finetune_trainer.ranks.determinism import pin_kernels
 from finetune_trainer.ranks.gang import ENVIRONMENT, joined, launched_rank
 from finetune_trainer.ranks.reports import ECHO_SECONDS, date_echo, write_rank_report
 from finetune_trainer.ranks.watchdog import Heartbeat, Watchdog
@@ -62,6 +63,8 @@ def run_rank(
     directory = context.workspace.reports(role, context.attempt)
     heartbeat = Heartbeat()
     stop = StopRequest()
+    if context.plan.training.deterministic:
+        pin_kernels()
     try:
         with (
             Watchdog(context, heartbeat, rank=rank, world_size=world_size, node_rank=node_rank).watching(),

@@ -53,6 +53,7 @@ def train(context: RunContext, gang: Gang, stop: StopRequest, observe_port: int,
     loop = _Loop(context, gang, stop, heartbeat)
     run = ObservedRun(
         context=context,
+        plan=loop.plan,
         gang=gang,
         num_sequences=loop.data.train.num_sequences,
         total_steps=loop.total,
