@@ -28,6 +28,8 @@ class Progress(BaseModel):
     """What the planner calculates for the device that rank 0 has; None where it does not know the device or the model."""
     mfu: float | None = None
     """Model FLOPs utilisation, 0 to 1; None where the peak of the device is not known."""
+    reached_flops_ratio: float | None = None
+    """The same of what the device of rank 0 reached in a matrix product before training; None where it was not tested."""
     step_seconds_median: float | None = None
     step_seconds_p95: float | None = None
     data_wait_ratio: float | None = None

@@ -60,6 +60,11 @@ GAUGES: dict[str, Definition] = {
             "mfu_ratio",
             "Operations that the model's mathematics needs over the device's bfloat16 peak; absent where the peak is not known.",
         ),
+        (
+            "reached_flops_ratio",
+            "reached_flops_ratio",
+            "The same over what rank 0's device reached in a matrix product before training; absent on a CPU.",
+        ),
         ("step_seconds_median", "step_median_seconds", "Median duration of the latest 100 optimizer steps."),
         ("step_seconds_p95", "step_p95_seconds", "95th percentile of the duration of the latest 100 optimizer steps."),
         ("data_wait_ratio", "data_wait_ratio", "Share of the latest 100 steps that rank 0 waited for batches."),

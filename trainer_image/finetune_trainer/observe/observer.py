@@ -38,6 +38,7 @@ from finetune_trainer.observe.run_files import GoodputRecorder, History, Stopwat
 from finetune_trainer.observe.server import RunMetrics, serving
 from finetune_trainer.observe.steps import PaceWindow, StepResult, StepTiming, straggler_ratio
 from finetune_trainer.observe.trackers import Trackers
+from finetune_trainer.ranks.device_test import DeviceFigures
 from finetune_trainer.ranks.gang import Gang
 
 OBSERVE_FILE = "observe.json"
@@ -53,6 +54,8 @@ class ObservedRun:
     context: RunContext
     plan: RunPlan
     """With what preflight chose."""
+    reached: DeviceFigures | None
+    """By the device of this rank before the start; None: it was not tested."""
     gang: Gang
     num_sequences: int
     total_steps: int
@@ -223,6 +226,7 @@ class Reporter(Observer):
             tokens_per_second=pace.tokens_per_second,
             tokens_per_second_per_device=pace.tokens_per_second / world_size,
             mfu=self._mfu(pace.flops_per_second),
+            reached_flops_ratio=self._share(pace.flops_per_second, self._run.reached.flops if self._run.reached else None),
             step_seconds_median=pace.seconds_median,
             step_seconds_p95=pace.seconds_p95,
             checkpoint_interval_seconds=self._checkpoint_interval(pace.seconds_median),
@@ -265,9 +269,13 @@ class Reporter(Observer):
         return min((seconds for seconds in intervals if seconds > 0), default=None)
 
     def _mfu(self, flops_per_second: float | None) -> float | None:
-        if flops_per_second is None or self._peak is None:
+        return self._share(flops_per_second, self._peak)
+
+    def _share(self, flops_per_second: float | None, of: float | None) -> float | None:
+        """Of what all devices can; of: what one can."""
+        if flops_per_second is None or of is None:
             return None
-        return flops_per_second / (self._peak * self._run.gang.world_size)
+        return flops_per_second / (of * self._run.gang.world_size)
 
 
 def calculated_tokens_per_second(plan: RunPlan, base_model: Path, product: str) -> float | None:
@@ -280,13 +288,15 @@ def calculated_tokens_per_second(plan: RunPlan, base_model: Path, product: str) 
 
 
 def _peak_and_cost(run: ObservedRun, product: str) -> tuple[float | None, ModelCost | None]:
-    """The device's peak and the model's cost; None on the CPU and on devices whose peak is not known."""
+    """The device's peak, if it is known, and the model's cost; None if nothing is known of the device."""
     known = device_of(product)
-    if known is None:
+    if known is None and run.reached is None:
         return None, None
     plan = run.context.plan
     model = build_on_meta(plan, run.context.base_model)
-    return known.flops, model_cost(attach(model, plan) if plan.method.trains_adapter else model, model.config)
+    return known.flops if known is not None else None, model_cost(
+        attach(model, plan) if plan.method.trains_adapter else model, model.config
+    )
 
 
 def peak_memory_bytes(device: torch.device) -> int:

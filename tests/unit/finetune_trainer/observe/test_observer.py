@@ -27,6 +27,7 @@ from finetune_trainer.observe.observer import (
 )
 from finetune_trainer.observe.run_files import Stopwatch
 from finetune_trainer.observe.steps import StepResult
+from finetune_trainer.ranks.device_test import DeviceFigures
 from finetune_trainer.ranks.gang import Gang
 from tests.support.tiny_model import run_context, tiny_spec
 
@@ -48,7 +49,7 @@ def observed(tmp_path: Path, rank: int = 0) -> ObservedRun:
     checkpoints: Any = SimpleNamespace(complete_step=lambda: None, failed_saves=0)
     context = run_context(tmp_path, tiny_spec())
     gang = Gang(rank, 2, rank, CPU, None)
-    return ObservedRun(context, context.plan, gang, 12, 10, first_step=0, is_resumed=False, checkpoints=checkpoints)
+    return ObservedRun(context, context.plan, None, gang, 12, 10, first_step=0, is_resumed=False, checkpoints=checkpoints)
 
 
 def done(step: int) -> StepDone:
@@ -85,6 +86,19 @@ def test_a_step_is_in_the_history_and_in_the_answers(tmp_path: Path) -> None:
     assert progress["checkpoint_interval_seconds"] == 4.0, "every 2 steps of 2 seconds"
     assert facts["tokens"] == "100"
     assert float(facts["seconds"]) >= 0
+
+
+def test_work_is_compared_with_what_the_device_has_reached(tmp_path: Path) -> None:
+    shares = []
+    for number, flops in enumerate((1e9, 2e9)):
+        run = replace(observed(tmp_path / str(number)), reached=DeviceFigures(flops, 1.0))
+        with observing(run, RunState(), Stopwatch(0.0), 0, lambda: False) as observer:
+            observer.stepped(done(1))
+            facts = observer.facts()
+        assert "mfu" not in facts, "of a CPU no peak is known"
+        shares.append(float(facts["reached_flops_ratio"]))
+    assert shares[0] == pytest.approx(2 * shares[1])
+    assert shares[1] > 0
 
 
 def test_the_planner_s_pace_is_that_of_the_device_of_rank_0(tmp_path: Path) -> None:
