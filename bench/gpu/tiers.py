@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from bench.gpu import __main__ as speed
+from bench.gpu.calibration import calibration_rows
 from bench.gpu.kernels import kernel_rows
 from bench.memory import __main__ as memory
 from finetune_job.failures import FailureClass, TerminationReport
@@ -156,6 +157,12 @@ def resume(scale: Scale, rows: Rows) -> str:
     return "" if files["killed"] == files["undisturbed"] else "the bytes of the resumed run are others"
 
 
+def calibration(scale: Scale, rows: Rows) -> str:
+    """What the planner assumes of peaks, and what the device reaches: figures to replace the assumptions with."""
+    rows += calibration_rows(scale.device)
+    return ""
+
+
 def planner(scale: Scale, rows: Rows) -> str:
     """The planner's estimate next to what torch counts as allocated."""
     cases = [
@@ -171,6 +178,9 @@ def planner(scale: Scale, rows: Rows) -> str:
         {"case": name, "predicted": predicted, "measured": measured, "error": predicted / measured - 1}
         for name, predicted, measured in cases
     ]
+    if scale.is_toy:
+        # What a device would be compared with.
+        rows += [{"case": case.name, "predicted": memory.predicted_allocation(case)} for case in memory.gpu_cases()]
     wrong = [name for name, predicted, measured in cases if abs(predicted / measured - 1) > memory.TOLERANCE]
     return f"wrong by more than {memory.TOLERANCE:.0%}: {', '.join(wrong)}" if wrong else ""
 
@@ -198,7 +208,8 @@ TIERS = {
     "kernels": Tier(kernels, "torch's kernels of attention in bfloat16, and how far they are from float32"),
     "methods": Tier(methods, "LoRA, QLoRA, DoRA and Full in bfloat16 over NCCL, under FSDP 1 and 2"),
     "resume": Tier(resume, "equal bytes after SIGKILL with deterministic kernels, and the time that these take"),
-    "planner": Tier(planner, "the error of the memory planner against peaks of allocated memory of a device"),
+    "calibration": Tier(calibration, "which part of its published peaks a device reaches"),
+    "planner": Tier(planner, "the error of the memory planner against peaks of allocated memory of a device, for 30 plans"),
     "out-of-memory": Tier(out_of_memory, "torch's own error of a device without memory, and its failure class"),
     "throughput": Tier(throughput, "tokens per second and MFU of an 8B Llama at 4,096 packed tokens next to TRL"),
 }

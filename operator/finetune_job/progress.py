@@ -36,6 +36,8 @@ class Progress(BaseModel):
     """Share of the step time spent waiting for batches, 0 to 1."""
     straggler_ratio: float | None = None
     """Slowest rank's computing time over the median rank's, latest step."""
+    slowest_device_ratio: float | None = None
+    """Products per second of the slowest rank's device over the median rank's, before training; None where none was tested."""
     peak_memory_bytes: Count | None = None
     """Largest over all ranks: of the device, or resident memory on the CPU."""
     goodput: float | None = None

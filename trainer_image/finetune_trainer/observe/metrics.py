@@ -69,6 +69,11 @@ GAUGES: dict[str, Definition] = {
         ("step_seconds_p95", "step_p95_seconds", "95th percentile of the duration of the latest 100 optimizer steps."),
         ("data_wait_ratio", "data_wait_ratio", "Share of the latest 100 steps that rank 0 waited for batches."),
         ("straggler_ratio", "straggler_ratio", "Slowest rank's computing time over the median rank's, latest step."),
+        (
+            "slowest_device_ratio",
+            "slowest_device_ratio",
+            "Matrix products per second of the slowest rank's device over the median rank's, before training; absent on a CPU.",
+        ),
         ("peak_memory_bytes", "peak_memory_bytes", "Largest memory of a rank so far: of its device, or resident on the CPU."),
         ("goodput", "goodput_ratio", "Share of the time since the first attempt began that went into steps that count."),
         ("seconds_left", "remaining_seconds", "Time to the last step at the pace of the latest steps."),

@@ -168,7 +168,8 @@ class Reporter(Observer):
         product = torch.cuda.get_device_name(run.gang.device) if run.gang.device.type == "cuda" else ""
         self._peak, self._cost = _peak_and_cost(run, product)
         self._calculated = calculated_tokens_per_second(run.plan, run.context.base_model, product)
-        self._run_metrics.update(calculated_tokens_per_second=self._calculated)
+        slowest = run.reached.slowest_share if run.reached is not None else None
+        self._run_metrics.update(calculated_tokens_per_second=self._calculated, slowest_device_ratio=slowest)
 
     def during(self, activity: Activity) -> AbstractContextManager[None]:
         return self._stopwatch.during(activity)

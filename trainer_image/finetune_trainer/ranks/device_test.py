@@ -6,15 +6,19 @@ exact result in every order and precision of sums, so that it is compared bit by
 
 from __future__ import annotations
 
+import logging
+import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from finetune_trainer.errors import BROKEN_DEVICE_HINT, DeviceFaultError
 from finetune_trainer.ranks.gang import Gang
+
+log = logging.getLogger(__name__)
 
 SIZE = {"cuda": 8192, "cpu": 256}
 """Rows and columns of a product: large enough to reach what a device can, and 9 milliseconds at the peak of an L4."""
@@ -23,6 +27,8 @@ BYTES = {"cuda": 4 << 30, "cpu": 1 << 20}
 ROUNDS = 5
 PATTERNS = (0x55, 0xAA)
 """Every bit is once 0 and once 1."""
+SLOW_SHARE = 0.8
+"""Below this of the median, a device is too hot, shared or broken, and not just one of many."""
 _SEED = 20_240_601
 _NONZERO_SHARE = 0.125
 """Entries of 1, and as many of -1. Sums of 8,192 products then stay far below 256, up to which bfloat16 holds whole numbers."""
@@ -36,6 +42,8 @@ class DeviceFigures:
     """Operations per second in a bfloat16 product."""
     memory: float
     """Bytes per second, read and written, in a copy."""
+    slowest_share: float = 1.0
+    """Operations per second of the slowest rank's device over those of the median one."""
 
 
 def check_device(gang: Gang) -> DeviceFigures:
@@ -46,7 +54,18 @@ def check_device(gang: Gang) -> DeviceFigures:
         # What was tested is free for training, and counts in no peak.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(gang.device)
-    return found
+    return replace(found, slowest_share=_slowest_share(gang.gather(found.flops, float), says=gang.is_first))
+
+
+def _slowest_share(flops: Sequence[float], *, says: bool) -> float:
+    """By rank. In a step all ranks wait for the slowest inside collectives, so that there it cannot be told from the others."""
+    share = min(flops) / statistics.median(flops)
+    if says and share < SLOW_SHARE:
+        rank = min(range(len(flops)), key=flops.__getitem__)
+        log.warning(
+            "the device of rank %d reaches %.0f %% of the median rank's products: all others wait for it", rank, 100 * share
+        )
+    return share
 
 
 def _products(device: torch.device) -> float:

@@ -91,11 +91,12 @@ def test_a_step_is_in_the_history_and_in_the_answers(tmp_path: Path) -> None:
 def test_work_is_compared_with_what_the_device_has_reached(tmp_path: Path) -> None:
     shares = []
     for number, flops in enumerate((1e9, 2e9)):
-        run = replace(observed(tmp_path / str(number)), reached=DeviceFigures(flops, 1.0))
+        run = replace(observed(tmp_path / str(number)), reached=DeviceFigures(flops, 1.0, slowest_share=0.5))
         with observing(run, RunState(), Stopwatch(0.0), 0, lambda: False) as observer:
             observer.stepped(done(1))
             facts = observer.facts()
         assert "mfu" not in facts, "of a CPU no peak is known"
+        assert facts["slowest_device_ratio"] == "0.5"
         shares.append(float(facts["reached_flops_ratio"]))
     assert shares[0] == pytest.approx(2 * shares[1])
     assert shares[1] > 0

@@ -87,6 +87,16 @@ def test_ranks_compare_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
         device_test._sum_over_ranks(gang)
 
 
+@pytest.mark.parametrize(("flops", "share", "said"), [([9.0, 10.0, 11.0], 0.9, ""), ([10.0, 10.0, 4.0, 12.0], 0.4, "rank 2")])
+def test_a_slow_device_is_told_from_those_that_wait_for_it(
+    flops: list[float], share: float, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert device_test._slowest_share(flops, says=False) == pytest.approx(share)
+    assert not caplog.records
+    assert device_test._slowest_share(flops, says=True) == pytest.approx(share)
+    assert (said in caplog.text, len(caplog.records)) == (True, int(bool(said)))
+
+
 @pytest.mark.parametrize(
     ("text", "failure"),
     [
