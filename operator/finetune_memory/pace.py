@@ -130,7 +130,10 @@ def calculated_pace(
         raise UnknownPaceError("the job computes in float32, and the peaks of devices are those of 16 bits")
     if plan.parallelism.fsdp.offload_params:
         raise UnknownPaceError("fsdp.offloadParams moves weights over a bus whose speed is not known")
-    return _Pacer(plan, shape, elements, device, calibration).pace()
+    pacer = _Pacer(plan, shape, elements, device, calibration)
+    if not pacer.layers:
+        raise UnknownPaceError("the planner finds no layers by the names of the model's parameters")
+    return pacer.pace()
 
 
 def run_steps(plan: RunPlan, tokens: int | None) -> int | None:

@@ -4,6 +4,8 @@ a second.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from finetune_memory.devices import ASSUMED, PEAK
@@ -127,6 +129,14 @@ def test_the_calculated_example_of_the_page() -> None:
 def test_what_is_not_known_is_told_with_what_to_do(fields: dict[str, object], product: str | None, said: str) -> None:
     with pytest.raises(UnknownPaceError, match=said):
         paced(job(**fields), product=product)
+
+
+def test_a_model_without_layers_is_not_taken_for_a_fast_one() -> None:
+    plan = judged(job()).plan
+    shape = shape_of("Llama-3.1-8B", plan)
+    head = replace(shape, parameters=tuple(each for each in shape.parameters if ".layers." not in each.name))
+    with pytest.raises(UnknownPaceError, match="no layers"):
+        calculated_pace(plan, head, "bfloat16", "H100")
 
 
 def test_steps_of_a_run_are_known_with_its_data() -> None:
