@@ -15,8 +15,9 @@ from finetune_job.api.inputs import Attention
 from finetune_job.api.training import ActivationCheckpointing, GradientReduction
 from finetune_job.plan.element_types import DTYPE_BYTES, Elements, resolve_elements
 from finetune_job.plan.run_plan import RunPlan
-from finetune_memory.activations import Layer, Linear, Norm, read_layers
+from finetune_memory.activations import Layer, Linear, read_layers
 from finetune_memory.devices import ASSUMED, NETWORK_BYTES_PER_SECOND, Calibration, Device, device_of
+from finetune_memory.elementwise import operations
 from finetune_memory.limit import MemoryLimit
 from finetune_memory.loss import head_of
 from finetune_memory.model_shape import LINEAR, ModelShape
@@ -32,28 +33,6 @@ LOGIT_BYTES = 34
 """Of a logit, forward and backward: the product's result, its float32 copy, softmax, and both gradients."""
 ADAMW_BYTES = 28
 """Of a trained value: weight, gradient and two moments read, three of them written, in float32."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Of an operation in eager mode, forward and backward."""
-
-    forward: int
-    backward: int
-    """Bytes of a value."""
-    kernels: int
-    """Forward; twice as many backward."""
-
-
-# Values of 16 bits; transformers computes RMSNorm in float32, in six operations.
-RMS_NORM = Cost(36, 60, 6)
-LAYER_NORM = Cost(4, 8, 1)
-ROTATION = Cost(20, 20, 8)
-GATED = Cost(10, 18, 2)
-UNGATED = Cost(4, 6, 1)
-ADDITION = Cost(6, 6, 1)
-COMPILED = {RMS_NORM: Cost(4, 8, 1), ROTATION: Cost(4, 4, 0), GATED: Cost(6, 10, 1), ADDITION: Cost(0, 0, 0)}
-"""What is left of them in one kernel with their neighbours."""
 
 
 @dataclass(frozen=True)
@@ -267,38 +246,18 @@ class _Pacer:
     def _elementwise(self, layer: Layer) -> float:
         """Bytes."""
         return self.work.tokens * sum(
-            values * (cost.forward * (2 if self.again else 1) + cost.backward) for cost, values in self._operations(layer)
+            values * (cost.forward * (2 if self.again else 1) + cost.backward)
+            for cost, values in operations(layer, self.shape.facts, is_compiled=self.plan.training.compile)
         )
-
-    def _operations(self, layer: Layer) -> list[tuple[Cost, int]]:
-        """What a layer computes besides products, with the values of a token that it computes it of."""
-        facts = self.shape.facts
-        found = [(LAYER_NORM if norm.has_bias else RMS_NORM, self._norm_values(norm)) for norm in layer.norms]
-        if facts.rotates_positions:
-            found.append((ROTATION, (facts.num_heads + facts.num_key_value_heads) * facts.head_size))
-        for output in layer.linears:
-            if output.is_output and not output.is_attention:
-                before = sum(each.outputs for each in layer.linears if each.parent == output.parent and not each.is_output)
-                found.append((GATED if before == 2 * output.inputs else UNGATED, output.inputs))
-        if layer.experts:
-            width = sum(each.numel for each in layer.experts) // (layer.experts[0].shape[0] * 3 * facts.hidden_size)
-            found.append((GATED, width * facts.experts_per_token))
-        # Two residual sums; and the gradients of an input that three and two products read, in the backward pass alone.
-        found += [(ADDITION, facts.hidden_size)] * 2
-        if self.plan.training.compile:
-            found = [(COMPILED.get(cost, cost), values) for cost, values in found]
-        found.append((Cost(0, ADDITION.backward, 0), 3 * facts.hidden_size))
-        return found
-
-    def _norm_values(self, norm: Norm) -> int:
-        """A norm over each head's values has one weight for all heads."""
-        heads = {"q_norm": self.shape.facts.num_heads, "k_norm": self.shape.facts.num_key_value_heads}
-        repeats = heads.get(norm.name.rpartition(".")[2], 1) if norm.size == self.shape.facts.head_size else 1
-        return norm.size * repeats
 
     def _kernels(self, layer: Layer) -> int:
         """Started for a micro-batch: forward, again if it is computed again, and twice as many backward."""
-        forward = len(layer.linears) + 2 + sum(cost.kernels for cost, _ in self._operations(layer)) + 4 * len(layer.experts)
+        forward = (
+            len(layer.linears)
+            + 2
+            + sum(cost.kernels for cost, _ in operations(layer, self.shape.facts, is_compiled=self.plan.training.compile))
+            + 4 * len(layer.experts)
+        )
         for linear in layer.linears:
             forward += (4 if self.is_fused else 6) if linear.rank else 0
             forward += 8 if linear.has_magnitude else 0
