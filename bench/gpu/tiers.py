@@ -88,7 +88,7 @@ def job(
     directory: Path, scale: Scale, ranks: int, method: str = "LoRA", version: int = 2, *, deterministic: bool = False
 ) -> RunContext:
     """A tiny job of a few steps; with a GPU in 16 bits, and with attention by the bounds of documents."""
-    training = {"maxSteps": STEPS, "globalBatchSize": 4, "microBatchSize": 2, "deterministic": deterministic}
+    training: dict[str, Any] = {"maxSteps": STEPS, "globalBatchSize": 4, "microBatchSize": 2, "deterministic": deterministic}
     training |= {} if scale.is_toy else {"precision": "bf16"}
     spec = tiny_spec(
         model={"attention": "varlen"},

@@ -35,7 +35,7 @@ def pin_kernels() -> dict[str, str]:
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(mode=True)
     # Filling what will be overwritten takes time, and changes no result of code that reads nothing it has not written.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
     # Flash attention has a backward pass in one order of sums; cuDNN promises none.
