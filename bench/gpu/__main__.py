@@ -23,7 +23,8 @@ import torch
 from peft import get_peft_model
 
 from bench.gpu.contender import SIZES, WARM_UP_STEPS, adapter, documents, make_model
-from finetune_trainer.observe.flops import model_cost, peak_flops
+from finetune_memory.devices import device_of
+from finetune_trainer.observe.flops import model_cost
 
 RESULT = Path(__file__).parents[1] / "results" / "gpu" / "speed.json"
 CONTENDERS = ("ours", "trl")
@@ -110,8 +111,8 @@ def line(name: str, found: list[dict[str, Any]], flops: float, ranks: int) -> st
     """One line for a reader."""
     rates = [run["tokens_per_second"] for run in found]
     rate, device = statistics.median(rates), found[0]["device"]
-    peak = peak_flops(device)
-    utilisation = f"{rate * flops / (peak * ranks):.1%}" if peak else "unknown"
+    known = device_of(device)
+    utilisation = f"{rate * flops / (known.flops * ranks):.1%}" if known else "unknown"
     memory = found[0]["peak_memory_bytes"]
     shown = f"{memory / 1e9:.1f} GB" if memory is not None else "not measured"
     return (

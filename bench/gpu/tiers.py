@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from bench.gpu import __main__ as speed
+from bench.gpu.calibration import calibration_rows
 from bench.gpu.kernels import kernel_rows
 from bench.memory import __main__ as memory
 from finetune_job.failures import FailureClass, TerminationReport
@@ -69,17 +69,6 @@ class Tier:
 
 
 @dataclass(frozen=True)
-class Deterministic:
-    """Kernels that give the same bits each time."""
-
-    def arm(self, _rank: int) -> None:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.use_deterministic_algorithms(mode=True)
-        # Flash attention has a backward pass in one order of sums; cuDNN promises none.
-        torch.backends.cuda.enable_cudnn_sdp(enabled=False)
-
-
-@dataclass(frozen=True)
 class Hungry:
     """In the second step, more memory is asked for than any device has."""
 
@@ -95,9 +84,12 @@ class Hungry:
         wrap("train.step:squared_norm", asking)
 
 
-def job(directory: Path, scale: Scale, ranks: int, method: str = "LoRA", version: int = 2) -> RunContext:
+def job(
+    directory: Path, scale: Scale, ranks: int, method: str = "LoRA", version: int = 2, *, deterministic: bool = False
+) -> RunContext:
     """A tiny job of a few steps; with a GPU in 16 bits, and with attention by the bounds of documents."""
-    training = {"maxSteps": STEPS, "globalBatchSize": 4, "microBatchSize": 2} | ({} if scale.is_toy else {"precision": "bf16"})
+    training: dict[str, Any] = {"maxSteps": STEPS, "globalBatchSize": 4, "microBatchSize": 2, "deterministic": deterministic}
+    training |= {} if scale.is_toy else {"precision": "bf16"}
     spec = tiny_spec(
         model={"attention": "varlen"},
         data={"validation": None},
@@ -143,24 +135,32 @@ def methods(scale: Scale, rows: Rows) -> str:
 def resume(scale: Scale, rows: Rows) -> str:
     """A run that is killed and resumed has the bytes of an undisturbed one; and what kernels that promise this cost."""
     files: dict[str, dict[str, bytes]] = {}
+    ranks = 1 if scale.is_toy else scale.ranks
     runs: dict[str, list[Disturbance]] = {
-        "undisturbed": [Deterministic()],
-        "killed": [Deterministic(), Fault("train.step:optimizer_step", call=KILLED_IN)],
+        "undisturbed": [],
+        "killed": [Fault("train.step:optimizer_step", call=KILLED_IN)],
     }
     if not scale.is_toy:
         runs["free kernels"] = []
     for name, faults in runs.items():
         with tempfile.TemporaryDirectory(prefix="gpu-check-") as place:
-            context, began = job(Path(place), scale, 1), time.monotonic()
+            context, began = job(Path(place), scale, ranks, deterministic=name != "free kernels"), time.monotonic()
             codes = [run_gang(context, faults)]
             if name == "killed":
-                codes.append(run_gang(context, faults[:1]))
-            wanted = [[-9], [0]] if name == "killed" else [[0]]
-            if codes != wanted:
-                return f"{name}: exit codes {codes}, not {wanted}"
+                codes.append(run_gang(context))
+            whole = [0] * ranks
+            was_killed = name != "killed" or -9 in codes[0]
+            if codes[-1] != whole or not was_killed:
+                return f"{name}: exit codes {codes}, not {whole} in the end"
             files[name] = trained_files(context)
             rows.append({"run": name, "seconds": time.monotonic() - began, "losses": losses_of(context)})
     return "" if files["killed"] == files["undisturbed"] else "the bytes of the resumed run are others"
+
+
+def calibration(scale: Scale, rows: Rows) -> str:
+    """What the planner assumes of peaks, and what the device reaches: figures to replace the assumptions with."""
+    rows += calibration_rows(scale.device)
+    return ""
 
 
 def planner(scale: Scale, rows: Rows) -> str:
@@ -178,6 +178,9 @@ def planner(scale: Scale, rows: Rows) -> str:
         {"case": name, "predicted": predicted, "measured": measured, "error": predicted / measured - 1}
         for name, predicted, measured in cases
     ]
+    if scale.is_toy:
+        # What a device would be compared with.
+        rows += [{"case": case.name, "predicted": memory.predicted_allocation(case)} for case in memory.gpu_cases()]
     wrong = [name for name, predicted, measured in cases if abs(predicted / measured - 1) > memory.TOLERANCE]
     return f"wrong by more than {memory.TOLERANCE:.0%}: {', '.join(wrong)}" if wrong else ""
 
@@ -205,7 +208,8 @@ TIERS = {
     "kernels": Tier(kernels, "torch's kernels of attention in bfloat16, and how far they are from float32"),
     "methods": Tier(methods, "LoRA, QLoRA, DoRA and Full in bfloat16 over NCCL, under FSDP 1 and 2"),
     "resume": Tier(resume, "equal bytes after SIGKILL with deterministic kernels, and the time that these take"),
-    "planner": Tier(planner, "the error of the memory planner against peaks of allocated memory of a device"),
+    "calibration": Tier(calibration, "which part of its published peaks a device reaches"),
+    "planner": Tier(planner, "the error of the memory planner against peaks of allocated memory of a device, for 30 plans"),
     "out-of-memory": Tier(out_of_memory, "torch's own error of a device without memory, and its failure class"),
     "throughput": Tier(throughput, "tokens per second and MFU of an 8B Llama at 4,096 packed tokens next to TRL"),
 }

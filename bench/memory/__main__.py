@@ -6,10 +6,14 @@ peak of allocated memory over two whole optimizer steps.
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from finetune_job.api.training import ActivationCheckpointing
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.objective.next_token import NextToken
 from tests.support.memory_cases import CASES, MemoryCase, batch_of, built, config_of, measured_peak, predicted, predicted_peak
@@ -71,7 +75,18 @@ def gpu_cases() -> list[MemoryCase]:
         MemoryCase("GPU: llama 1B, LoRA, eager, 1 x 2048", llama, {**lora, "model": {"attention": "eager"}}, rows=1, length=2048),
         MemoryCase("GPU: llama 1B, Full, recomputed", llama, {**full, **recomputed}, rows=4, length=2048),
         MemoryCase("GPU: llama 1B, Full", llama, full, rows=1, length=2048),
+        *_grid(llama, lora, ("sdpa", "varlen"), ((1, 4096), (2, 2048), (8, 1024))),
+        *_grid(llama, {"method": {"type": "DoRA", "lora": {"r": 16}}}, ("varlen",), ((4, 2048),)),
     ]
+
+
+def _grid(config: Any, method: Mapping[str, Any], kinds: Sequence[str], sizes: Sequence[tuple[int, int]]) -> Iterator[MemoryCase]:
+    """Packed rows, with each kind of attention and of recomputation."""
+    name = method["method"]["type"]
+    for kind, (rows, length), again in itertools.product(kinds, sizes, ActivationCheckpointing):
+        spec = {**method, "model": {"attention": kind}, "training": {"precision": "bf16", "activationCheckpointing": again.value}}
+        title = f"GPU: llama 1B, {name}, {kind}, {rows} x {length}, {again.value}"
+        yield MemoryCase(title, config, spec, rows=rows, length=length, is_packed=True)
 
 
 def predicted_allocation(case: MemoryCase) -> int:

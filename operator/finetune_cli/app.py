@@ -141,11 +141,15 @@ def estimate(
         Path | None, typer.Option(help="Directory of the base model, or its config.json; a job's hf:// needs it.")
     ] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of one device, as in 80Gi. Unset: the profile's.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Name of the device, as in H100. Unset: the profile's.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of one pass over the data, for the hours of a run of epochs.")
+    ] = None,
     output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
     profile: Annotated[Path | None, typer.Option(help="Manifest of the FineTuneProfile to judge with.")] = None,
     claims: ClaimsDirectory = DEFAULT_CLAIMS,
 ) -> None:
-    """Show what memory each rank of a job will need, and what to change where it does not fit. Nothing is loaded.
+    """Show what memory each rank of a job will need, what to change where it does not fit, and the time that is calculated.
 
     Exit code: 0 it fits or no limit is known, 1 refused or too large, 2 unusable input.
     """
@@ -156,9 +160,8 @@ def estimate(
         found = estimate_command.estimate(
             text_of(file),
             profile=text_of(str(profile)) if profile is not None else None,
-            model=model,
-            gpu_memory=gpu_memory,
             claims=claims,
+            options=estimate_command.EstimateOptions(model, gpu_memory, gpu, tokens),
         )
     except estimate_command.EstimateError as error:
         typer.echo(str(error), err=True)

@@ -8,6 +8,8 @@ from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
 
+PRODUCT_LABEL = "nvidia.com/gpu.product"
+"""What NVIDIA's GPU feature discovery calls the label of a node with the name of its devices."""
 LARGE_ON_CPU = "large-model-on-cpu"
 LARGE_PARAMETERS = 1_000_000_000
 """From here on a step on CPU cores takes minutes, and a run days."""
@@ -23,7 +25,18 @@ def device_text(plan: RunPlan) -> str:
     if placement.gpu_resource_name is None:
         return f"{count} on CPU: profile {placement.profile} names no GPU"
     memory = f" of {placement.gpu_memory}" if placement.gpu_memory is not None else ""
-    return f"{count}, each on one {placement.gpu_resource_name}{memory} (profile {placement.profile})"
+    product = product_of(plan)
+    named = f", {product}" if product is not None else ""
+    return f"{count}, each on one {placement.gpu_resource_name}{memory}{named} (profile {placement.profile})"
+
+
+def product_of(plan: RunPlan) -> str | None:
+    """What a device of this run is called: the profile's gpu.product, or the label that nodes of training pods need to have."""
+    placement = plan.placement
+    if placement is None or placement.gpu_resource_name is None:
+        return None
+    selected = placement.node_selector | placement.pods.train.node_selector
+    return placement.gpu_product or selected.get(PRODUCT_LABEL)
 
 
 def parameters_by_name(source: str) -> int | None:

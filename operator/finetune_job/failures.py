@@ -30,6 +30,8 @@ class FailureClass(StrEnum):
     """The loss or the gradient norm became NaN or infinite."""
     DEVICE_OUT_OF_MEMORY = "DeviceOutOfMemory"
     """A GPU has less memory than a rank asked for."""
+    DEVICE_FAULT = "DeviceFault"
+    """A GPU computes wrong results or reports a fault of its own, such as memory errors that it could not correct."""
     HOST_OUT_OF_MEMORY = "HostOutOfMemory"
     """A pod's own memory ran out, and the kernel ended a process of it."""
     DISK_FULL = "DiskFull"
@@ -91,6 +93,7 @@ EXIT_CODES: dict[FailureClass, int] = {
     FailureClass.SOURCE_UNAVAILABLE: 54,
     FailureClass.DESTINATION_REFUSED: 55,
     FailureClass.DESTINATION_UNAVAILABLE: 56,
+    FailureClass.DEVICE_FAULT: 57,
 }
 CLASS_OF_EXIT_CODE = {code: failure for failure, code in EXIT_CODES.items()}
 

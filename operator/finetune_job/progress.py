@@ -24,14 +24,20 @@ class Progress(BaseModel):
     """Of all trainable parameters before clipping, latest step."""
     tokens_per_second: float | None = None
     tokens_per_second_per_device: float | None = None
+    calculated_tokens_per_second: float | None = None
+    """What the planner calculates for the device that rank 0 has; None where it does not know the device or the model."""
     mfu: float | None = None
     """Model FLOPs utilisation, 0 to 1; None where the peak of the device is not known."""
+    reached_flops_ratio: float | None = None
+    """The same of what the device of rank 0 reached in a matrix product before training; None where it was not tested."""
     step_seconds_median: float | None = None
     step_seconds_p95: float | None = None
     data_wait_ratio: float | None = None
     """Share of the step time spent waiting for batches, 0 to 1."""
     straggler_ratio: float | None = None
     """Slowest rank's computing time over the median rank's, latest step."""
+    slowest_device_ratio: float | None = None
+    """Products per second of the slowest rank's device over the median rank's, before training; None where none was tested."""
     peak_memory_bytes: Count | None = None
     """Largest over all ranks: of the device, or resident memory on the CPU."""
     goodput: float | None = None

@@ -54,6 +54,8 @@ def _share_of_the_pod(plan: RunPlan, placement: Placement) -> MemoryLimit:
 class MemoryVerdict:
     """What is to say about a job's memory."""
 
+    plan: RunPlan
+    """With all that was chosen."""
     estimate: Estimate
     limit: MemoryLimit | None
     alternative: Alternative | None
@@ -104,11 +106,11 @@ def judge_memory(
     found = predict(plan)
     host_limit = host_limit_of(plan) if limit is not None and limit.is_device else None
     if limit is None or found.total <= limit.bytes:
-        return MemoryVerdict(found, limit, None, host_limit, resharding=resharding, batches=batches)
+        return MemoryVerdict(plan, found, limit, None, host_limit, resharding=resharding, batches=batches)
     site = Site(has_gpus=limit.is_device, most_ranks=limit.devices)
     alternative = cheapest_fitting(plan, limit.bytes, predict, site)
     least = None if alternative is not None else leanest(plan, predict, site)
-    return MemoryVerdict(found, limit, alternative, host_limit, least, resharding, batches)
+    return MemoryVerdict(plan, found, limit, alternative, host_limit, least, resharding, batches)
 
 
 def workload(plan: RunPlan, limit: MemoryLimit | None, longest: int | None = None) -> Workload:

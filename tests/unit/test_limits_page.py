@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from finetune_cli.checks.estimate import EstimateError, estimate
+from finetune_cli.checks.estimate import EstimateError, EstimateOptions, estimate
 from finetune_cli.checks.validate import validate
 from finetune_job.api.base import ClaimPath
 from finetune_job.api.inputs import DataFormat
@@ -63,7 +63,7 @@ def packed_mixture(_directory: Path) -> str:
 def encoder_and_decoder(directory: Path) -> str:
     (directory / "config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true, "d_model": 512}')
     with pytest.raises(EstimateError) as told:
-        estimate(ACCEPTED, profile=None, model=directory, gpu_memory="80Gi", claims=directory)
+        estimate(ACCEPTED, profile=None, claims=directory, options=EstimateOptions(directory, "80Gi"))
     return str(told.value)
 
 

@@ -99,6 +99,12 @@ class DestinationUnavailableError(TrainerError):
     failure = FailureClass.DESTINATION_UNAVAILABLE
 
 
+class DeviceFaultError(TrainerError):
+    """A GPU computes wrong results, or says itself that it is broken."""
+
+    failure = FailureClass.DEVICE_FAULT
+
+
 class InvariantError(TrainerError):
     """Something that this package guarantees does not hold: continuing would give a wrong model."""
 
@@ -107,6 +113,14 @@ OUT_OF_DEVICE_MEMORY_HINT = "lower microBatchSize or maxSequenceLength, or set a
 _COLLECTIVE = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|socket|process group|rendezvous|broken pipe|TCPStore|heartbeat", re.IGNORECASE
 )
+
+
+_BROKEN_DEVICE = re.compile(
+    r"uncorrectable (ECC|NVLink) error|fallen off the bus|device\(s\) is/are busy or unavailable|hardware stack error|\bXid \d+",
+    re.IGNORECASE,
+)
+"""What the driver says of a broken device: of its memory, its bus, or of a place in which another process keeps it."""
+BROKEN_DEVICE_HINT = "cordon the node and have its device tested, as with dcgmi diag"
 
 
 def classify(error: BaseException) -> tuple[FailureClass, str]:
@@ -130,6 +144,8 @@ def _classify_one(error: BaseException) -> tuple[FailureClass, str] | None:
     name, module, text = type(error).__name__, type(error).__module__, str(error)
     if name == "OutOfMemoryError" or "CUDA out of memory" in text:
         return FailureClass.DEVICE_OUT_OF_MEMORY, OUT_OF_DEVICE_MEMORY_HINT
+    if _BROKEN_DEVICE.search(text):
+        return FailureClass.DEVICE_FAULT, BROKEN_DEVICE_HINT
     if "No space left on device" in text:
         return FailureClass.DISK_FULL, "make room on the claim, or enlarge it"
     if "can't allocate memory" in text:

@@ -1,4 +1,4 @@
-"""`finetune estimate`: a job and its model's configuration in, the memory of a rank out."""
+"""`finetune estimate`: a job and its model's configuration in, the memory of a rank and the time of a step out."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from finetune_cli.exit_codes import ExitCode
 from finetune_job.api.base import ClaimPath, parse_source
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.pod_settings import quantity_bytes
+from finetune_job.device import product_of
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.rule import RuleContext, with_changes
 from finetune_memory.describe import model_shape, read_model
 from finetune_memory.limit import MemoryLimit, format_bytes
 from finetune_memory.model_shape import UnknownModelError
+from finetune_memory.pace import StepTime, UnknownPaceError, calculated_pace, run_steps
 from finetune_memory.verdict import MemoryVerdict, judge_memory, limit_of
 
 GPU_MEMORY_OPTION = "--gpu-memory"
@@ -42,15 +44,42 @@ class JobEstimate:
     name: str
     plan: RunPlan
     verdict: MemoryVerdict
+    pace: StepTime | None
+    """Time of an optimizer step."""
+    pace_problem: str
+    """Why it is not known."""
+    run_seconds: float | None
+    """All steps; None if nobody has said how many there are."""
+    price_per_hour: float | None
+    """Of one device."""
+
+    @property
+    def device_hours(self) -> float | None:
+        """Of all ranks together."""
+        return None if self.run_seconds is None else self.run_seconds / 3600 * self.plan.parallelism.world_size
+
+    @property
+    def cost(self) -> float | None:
+        """Of the whole run, in the currency of the price."""
+        hours, price = self.device_hours, self.price_per_hour
+        return None if hours is None or price is None else hours * price
 
 
-def estimate(
-    manifest: str, *, profile: str | None, model: Path | None, gpu_memory: str | None, claims: Path
-) -> list[JobEstimate]:
-    """The memory of every job of a manifest. Raises EstimateError.
+@dataclass(frozen=True)
+class EstimateOptions:
+    """What the command is told besides the manifest; None: what profile and plan say."""
 
-    `model`: directory of the base model, or its config.json; None: what `claims` holds under the job's source.
-    """
+    model: Path | None = None
+    """Directory of the base model, or its config.json; None: what `claims` holds under the job's source."""
+    gpu_memory: str | None = None
+    gpu: str | None = None
+    """Name of a device."""
+    tokens: int | None = None
+    """Of one pass over the data."""
+
+
+def estimate(manifest: str, *, profile: str | None, claims: Path, options: EstimateOptions) -> list[JobEstimate]:
+    """Memory and time of every job of a manifest. Raises EstimateError."""
     report = validate(manifest, profile)
     jobs = [verdict for verdict in report.verdicts if verdict.job is not None]
     for verdict in report.verdicts:
@@ -60,20 +89,35 @@ def estimate(
             raise kind(f"{verdict.name or 'the manifest'}: {first.field}: {first.message}\n  fix: {first.fix}")
     if not jobs:
         raise EstimateError("the manifest holds no FineTuneJob")
-    return [_estimate_job(verdict, model, gpu_memory, claims) for verdict in jobs]
+    return [_estimate_job(verdict, options, claims) for verdict in jobs]
 
 
-def _estimate_job(verdict: DocumentVerdict, model: Path | None, gpu_memory: str | None, claims: Path) -> JobEstimate:
+def _estimate_job(verdict: DocumentVerdict, options: EstimateOptions, claims: Path) -> JobEstimate:
     plan, job = verdict.plan, verdict.job
     if plan is None or job is None:
         raise EstimateError(f"{verdict.name}: has no plan")
     try:
-        files = read_model(model if model is not None else _model_on_claim(job.spec.model.source, claims))
+        files = read_model(options.model if options.model is not None else _model_on_claim(job.spec.model.source, claims))
         limit = limit_of(plan)
-        if gpu_memory is not None:
-            limit = MemoryLimit(_device_bytes(gpu_memory), is_device=True, source=GPU_MEMORY_OPTION)
-        found = judge_memory(plan, model_shape(plan, files), files.stored, limit)
-        return JobEstimate(verdict.name, plan, _with_rule_changes(found, job.spec))
+        if options.gpu_memory is not None:
+            limit = MemoryLimit(_device_bytes(options.gpu_memory), is_device=True, source=GPU_MEMORY_OPTION)
+        shape = model_shape(plan, files)
+        found = judge_memory(plan, shape, files.stored, limit)
+        pace, problem = None, ""
+        try:
+            pace = calculated_pace(found.plan, shape, files.stored, options.gpu or product_of(plan))
+        except UnknownPaceError as error:
+            problem = str(error)
+        steps = run_steps(found.plan, options.tokens)
+        return JobEstimate(
+            verdict.name,
+            plan,
+            _with_rule_changes(found, job.spec),
+            pace,
+            problem,
+            run_seconds=None if pace is None or steps is None else steps * pace.step_seconds,
+            price_per_hour=None if verdict.price_per_hour is None else float(verdict.price_per_hour),
+        )
     except (UnknownModelError, ValueError) as error:
         raise EstimateError(f"{verdict.name}: {error}") from error
 

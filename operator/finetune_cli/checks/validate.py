@@ -47,6 +47,8 @@ class DocumentVerdict:
     """What was parsed, where it is a job."""
     plan: RunPlan | None = None
     """Of an accepted job."""
+    price_per_hour: str | None = None
+    """Of one device, as its profile says."""
     file: str = ""
 
     @property
@@ -176,7 +178,8 @@ def _job_verdict(document: Document, profiles: Profiles) -> DocumentVerdict:
     identity = JobIdentity(namespace=job.metadata.namespace, name=job.metadata.name, uid=job.metadata.uid)
     plan = resolve(identity, job.spec, profile)
     warning = large_on_cpu(plan, parameters_by_name(job.spec.model.source))
-    return replace(verdict, plan=plan, findings=(*findings, *(() if warning is None else (warning,))))
+    price = None if profile is None or profile.gpu is None else profile.gpu.price_per_hour
+    return replace(verdict, plan=plan, price_per_hour=price, findings=(*findings, *(() if warning is None else (warning,))))
 
 
 def _other(document: Document, beside_a_job: bool) -> DocumentVerdict:

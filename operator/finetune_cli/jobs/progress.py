@@ -56,6 +56,7 @@ class Figures:
     eval_loss: float | None
     initial_eval_loss: float | None
     tokens_per_second: float | None
+    calculated_tokens_per_second: float | None
     mfu: float | None
     goodput: float | None
     checkpoint: int | None
@@ -78,6 +79,7 @@ def figures(job: SeenJob) -> Figures | None:
         eval_loss=decimal(found.eval_loss),
         initial_eval_loss=decimal(found.initial_eval_loss),
         tokens_per_second=decimal(found.tokens_per_second),
+        calculated_tokens_per_second=decimal(found.calculated_tokens_per_second),
         mfu=decimal(found.mfu),
         goodput=decimal(found.goodput),
         checkpoint=found.checkpoint_step,

@@ -1,8 +1,9 @@
-"""Memory of a rank as a table, and as JSON."""
+"""Memory of a rank and time of a step as tables, and as JSON."""
 
 from __future__ import annotations
 
 import textwrap
+from dataclasses import asdict
 from typing import Any
 
 from finetune_cli.checks.estimate import JobEstimate
@@ -49,7 +50,31 @@ def _job(found: JobEstimate) -> str:
         if verdict.host_limit is not None:
             lines.append(f"  {'limit':20} {format_bytes(verdict.host_limit.bytes):>11}  {verdict.host_limit.source}")
             lines.append(f"  {'too little' if verdict.exceeds_host else 'fits':20} {_host_difference(verdict):>11}")
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", *_time(found), ""])
+
+
+def _time(found: JobEstimate) -> list[str]:
+    pace = found.pace
+    if pace is None:
+        return [f"  Time: not calculated, because {found.pace_problem}"]
+    ranks, calibration = pace.ranks, pace.calibration
+    parts = f"{calibration.flops:.0%} of its published peak in matrix products, {calibration.attention:.0%} of it in attention"
+    lines = [
+        f"  Time of a step on {pace.device.name}, calculated. Assumed: {parts},",
+        f"  {calibration.memory:.0%} of its memory's peak, and full rows:",
+        "",
+        *(f"  {term.name:20} {term.seconds:>9.3f} s  {term.detail}" for term in pace.terms),
+        f"  {'a step':20} {pace.step_seconds:>9.3f} s  {pace.tokens:,} tokens; what decides is {pace.bound}",
+        f"  {'tokens per second':20} {pace.tokens_per_second:>11,.0f}"
+        + (f"  {pace.tokens_per_second_per_device:,.0f} on each of {ranks}" if ranks > 1 else ""),
+    ]
+    if found.run_seconds is None:
+        lines.append(f"  {'the run':20} {'not known':>11}  give --tokens, the tokens of one pass (finetune data counts them)")
+    else:
+        cost = "no price is known: gpu.pricePerHour of the profile" if found.cost is None else f"costs {found.cost:,.2f}"
+        hours = f"{found.run_seconds / 3600:,.2f} h"
+        lines.append(f"  {'the run':20} {hours:>11}  {found.device_hours:,.2f} device hours; {cost}")
+    return lines
 
 
 def _host_difference(verdict: MemoryVerdict) -> str:
@@ -66,7 +91,7 @@ def _difference(total: int, limit: int) -> str:
 
 
 def estimate_document(found: list[JobEstimate]) -> dict[str, Any]:
-    """All jobs of a manifest as plain data; numbers are bytes of one rank."""
+    """All jobs of a manifest as plain data; numbers are bytes of one rank, or seconds."""
     return {
         "jobs": [
             {
@@ -85,9 +110,28 @@ def estimate_document(found: list[JobEstimate]) -> dict[str, Any]:
                     "total": each.verdict.alternative.estimate.total,
                     "changes": [change.model_dump(mode="json") for change in each.verdict.alternative.changes],
                 },
+                "time": _time_document(each),
             }
             for each in found
         ]
+    }
+
+
+def _time_document(found: JobEstimate) -> dict[str, Any]:
+    pace = found.pace
+    if pace is None:
+        return {"problem": found.pace_problem}
+    return {
+        "device": pace.device.name,
+        "assumed": asdict(pace.calibration),
+        "terms": [{"name": term.name, "seconds": term.seconds, "detail": term.detail} for term in pace.terms],
+        "launchSeconds": pace.launch_seconds,
+        "linkSeconds": pace.link_seconds,
+        "stepSeconds": pace.step_seconds,
+        "tokensPerSecond": pace.tokens_per_second,
+        "runSeconds": found.run_seconds,
+        "deviceHours": found.device_hours,
+        "cost": found.cost,
     }
 
 

@@ -10,7 +10,7 @@ from finetune_cli.exit_codes import ExitCode
 from finetune_cli.jobs.diagnosis import Diagnosis
 from finetune_cli.jobs.durations import duration_text
 from finetune_cli.jobs.plain import plain
-from finetune_cli.jobs.progress import figures, seconds_between, seconds_left, stage_name, state, timeline
+from finetune_cli.jobs.progress import Figures, figures, seconds_between, seconds_left, stage_name, state, timeline
 from finetune_cli.jobs.seen import SeenJob
 from finetune_cli.render.columns import bar, figure, sparkline, table
 from finetune_cli.render.diagnosis import command_lines
@@ -67,13 +67,21 @@ def _progress_lines(job: SeenJob, now: datetime, losses: Sequence[float]) -> lis
     if losses:
         lines.append(labelled("curve", f"{sparkline(losses)}  {figure(losses[0])} to {figure(losses[-1])}"))
     pace = [
-        *([f"{found.tokens_per_second:.0f} tokens/s"] if found.tokens_per_second is not None else []),
+        *([f"{found.tokens_per_second:.0f} tokens/s{_beside_calculation(found)}"] if found.tokens_per_second is not None else []),
         *([f"MFU {found.mfu:.1%}"] if found.mfu is not None else []),
         *([f"{found.goodput:.0%} of the time at work"] if found.goodput is not None else []),
     ]
     lines += [labelled("pace", ", ".join(pace))] if pace else []
     lines += [labelled("saved", f"checkpoint of step {found.checkpoint}")] if found.checkpoint is not None else []
     return lines
+
+
+def _beside_calculation(found: Figures) -> str:
+    """The error of what was calculated for the device."""
+    measured, calculated = found.tokens_per_second, found.calculated_tokens_per_second
+    if not measured or not calculated:
+        return ""
+    return f" (calculated {calculated:.0f}, {calculated / measured - 1:+.0%})"
 
 
 def _attempt_row(attempt: Attempt, now: datetime) -> tuple[str, ...]:
@@ -104,6 +112,7 @@ def status_document(job: SeenJob, diagnosis: Diagnosis, now: datetime, losses: S
         "advice": list(diagnosis.advice),
         "commands": list(diagnosis.commands),
         "tokensPerSecond": found.tokens_per_second if found else None,
+        "calculatedTokensPerSecond": found.calculated_tokens_per_second if found else None,
         "mfu": found.mfu if found else None,
         "goodput": found.goodput if found else None,
         "checkpointStep": found.checkpoint if found else None,

@@ -151,6 +151,9 @@ class LoraSpec(ApiModel):
     """Which biases are trained."""
     autocast_adapter_dtype: bool | None = None
     """Hold adapter weights in float32 where the base is bfloat16 or float16. Unset: true."""
+    peft_forward: bool | None = None
+    """Compute adapters by PEFT's own layers, which cast inputs and not factors. Unset: false for plain LoRA (no dropout, no part
+    of the base, no unit of its own under FSDP 1) if the profile has a GPU, else true."""
 
 
 class QuantType(StrEnum):

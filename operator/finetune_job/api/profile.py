@@ -65,6 +65,9 @@ class GpuResource(ApiModel):
     """Extended resource; each pod asks for processesPerNode of it."""
     memory: Quantity = "80Gi"
     """Memory of one device."""
+    product: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
+    """What its driver or the label nvidia.com/gpu.product calls it, such as NVIDIA-H100-80GB-HBM3: with it tokens per second are
+    calculated. Unset: what the node selector of training pods says of that label."""
     price_per_hour: Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}(\.[0-9]{1,6})?$")] | None = None
     """Price of one device for an hour, in a currency of the platform's choice, for the metric finetune_cost_total. It holds for
     jobs that start afterwards. Unset: no cost is counted."""

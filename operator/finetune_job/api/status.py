@@ -156,6 +156,8 @@ class ProgressStatus(StatusModel):
     eval_loss: Number = ""
     initial_eval_loss: Number = ""
     tokens_per_second: Number = ""
+    calculated_tokens_per_second: Number = ""
+    """What the planner calculates for the devices of the run."""
     mfu: Number = ""
     goodput: Number = ""
     checkpoint_step: int | None = None

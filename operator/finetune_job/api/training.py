@@ -101,6 +101,9 @@ class TrainingSpec(ApiModel):
     reduction: GradientReduction = GradientReduction.FAST
     """How the gradients of ranks are added up. Ordered: dropout and sums depend on the job's number of ranks alone, so that fewer
     ranks train the same bytes; each rank keeps the whole adapter. For LoRA, QLoRA, DoRA and QDoRA under FSDP 2."""
+    deterministic: bool = False
+    """Use only kernels and orders of sums that are fixed, so that a run that was killed on GPUs ends with the same bytes as an
+    undisturbed one on as many devices of the same kind. It takes time; an operation without such a kernel ends the run."""
     step_timeout_seconds: Annotated[int, Field(ge=10, le=86_400)] = 1800
     """A rank that finishes no step, evaluation or save within this time counts as stalled: the stacks of all ranks are collected
     and the attempt ends."""

@@ -12,6 +12,7 @@ _SPEED_FIELDS: dict[str, set[str]] = {
         "activation_checkpointing",
         "compile",
         "reduction",
+        "deterministic",
         "step_timeout_seconds",
         "trackers",
     },

@@ -141,7 +141,7 @@ class Placement(PlacementModel):
     ADDED = frozenset(
         {
             *("pods", "image_pull_secrets", "queue_during_preflight", "checkpoint_priority_boost", "requires_rehearsal"),
-            *("scratch_storage", "signing_key_secret", "supplemental_groups", "ca_bundle", "elastic"),
+            *("scratch_storage", "signing_key_secret", "supplemental_groups", "ca_bundle", "elastic", "gpu_product"),
         }
     )
     profile: str
@@ -151,6 +151,8 @@ class Placement(PlacementModel):
     gpu_resource_name: str | None
     gpu_memory: str | None = None
     """Memory of one device, as a quantity; None: training runs on the CPU."""
+    gpu_product: str | None = None
+    """Name of the device. None: as the node selector says, or nobody has."""
     service_account_name: str
     run_as_user: int | None
     fs_group: int | None

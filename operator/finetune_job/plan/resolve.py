@@ -158,6 +158,7 @@ def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec, *, is_el
         resources=profile.resources,
         gpu_resource_name=profile.gpu.resource_name if profile.gpu else None,
         gpu_memory=profile.gpu.memory if profile.gpu else None,
+        gpu_product=profile.gpu.product if profile.gpu else None,
         service_account_name=profile.service_account_name,
         run_as_user=profile.run_as_user,
         fs_group=profile.fs_group,

@@ -51,7 +51,10 @@ def method_plan(spec: FineTuneJobSpec, choices: Choices, *, on_gpu: bool) -> Met
 def _lora(lora: LoraSpec, kind: MethodType, choices: Choices, *, as_base: bool, may_fuse: bool) -> LoraPlan:
     pick = choices.pick
     dropout = float(pick("method.lora.loraDropout", lora.lora_dropout, "0", "adapters seldom need dropout"))
-    is_fused = may_fuse and kind is MethodType.LORA and not dropout and not lora.init_lora_weights.decomposes_base
+    can_fuse = may_fuse and kind is MethodType.LORA and not dropout and not lora.init_lora_weights.decomposes_base
+    is_fused = can_fuse and not pick(
+        "method.lora.peftForward", lora.peft_forward, False, "casts factors and no inputs, and adds by the second product"
+    )
     held = "small updates vanish in 16 bits"
     return LoraPlan(
         r=lora.r,

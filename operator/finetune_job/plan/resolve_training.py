@@ -69,6 +69,7 @@ def training_plan(spec: FineTuneJobSpec, choices: Choices) -> TrainingPlan:
         ),
         compile=training.compile,
         reduction=training.reduction,
+        deterministic=training.deterministic,
         step_timeout_seconds=training.step_timeout_seconds,
         trackers=tuple(training.trackers or ()),
         seed=training.seed,

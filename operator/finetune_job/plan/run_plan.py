@@ -199,6 +199,7 @@ class TrainingPlan(PlanModel):
     activation_checkpointing: ActivationCheckpointing
     compile: bool = False
     reduction: GradientReduction = GradientReduction.FAST
+    deterministic: bool = False
     step_timeout_seconds: int = 3600
     """Without a watchdog of the steps, what ended a rank that waited for others was the time-out of an hour on their messages."""
     trackers: tuple[str, ...] = ()

@@ -103,6 +103,8 @@ def classify_pod(pod: PodView) -> PodFailure | None:
         return None
     failure, is_echo, said = found
     message = report.message or report.exception if report is not None else ""
+    if failure is FailureClass.DEVICE_FAULT and pod.node:
+        message = f"on node {pod.node}, {message or said}"
     return PodFailure(pod, failure, is_echo, _time_of(pod, report), message or said, report)
 
 

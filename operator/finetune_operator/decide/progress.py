@@ -27,6 +27,7 @@ def progress_status(progress: Progress, before: ProgressStatus | None, now: date
         eval_loss=_text(progress.eval_loss),
         initial_eval_loss=_text(progress.initial_eval_loss),
         tokens_per_second=_text(progress.tokens_per_second),
+        calculated_tokens_per_second=_text(progress.calculated_tokens_per_second),
         mfu=_text(progress.mfu),
         goodput=_text(progress.goodput),
         checkpoint_step=progress.checkpoint_step,

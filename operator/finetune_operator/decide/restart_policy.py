@@ -152,6 +152,14 @@ POLICY: dict[FailureClass, Policy] = {
         "Look at the node: its kubelet had no room for the pod, or a device plugin failed.",
         outside=True,
     ),
+    FailureClass.DEVICE_FAULT: Policy(
+        _U,
+        "Reported by a rank: its GPU failed the test before training, or the driver told of a fault.",
+        "Cordon the node that the message names, so that the next attempt runs elsewhere.",
+        first_pause=60.0,
+        most_in_a_row=5,
+        outside=True,
+    ),
     FailureClass.IMAGE_PULL: Policy(
         _U,
         "`ImagePullBackOff` and the like beyond run.startupDeadlineSeconds; said at once, and the kubelet keeps trying.",

@@ -92,13 +92,16 @@ def test_what_a_gpu_would_show(capfd: pytest.CaptureFixture[str]) -> None:
 
     assert check.main(["--toy"]) == 0
     lines = capfd.readouterr().out.splitlines()
-    for tier in ("kernels", "methods", "resume", "planner", "out-of-memory", "throughput"):
+    for tier in ("kernels", "methods", "resume", "calibration", "planner", "out-of-memory", "throughput"):
         assert [line for line in lines if line.startswith(f"{tier}: passed")]
         assert [line for line in lines if line.startswith(f"{tier}: not shown, because there is no GPU: ")]
     for name in ("ours", "trl"):
         (line,) = (each for each in lines if each.startswith(f"{name} on 1 x cpu: "))
         assert "MFU unknown" in line
     assert any("class HostOutOfMemory" in line for line in lines)
+    assert len([line for line in lines if line.startswith("   case GPU: ")]) == 30
+    for part in ("flops", "attention", "memory"):
+        assert any(line.startswith(f"   part {part}, reached ") and "share None, assumed 0." in line for line in lines)
 
 
 def test_a_tier_that_fails_says_so_and_keeps_its_figures(

@@ -274,7 +274,11 @@ def test_state_of_100_bytes_in_three_tensors(written: dict[str, str], expected: 
 def verdict(limit: int, host: int | None = None) -> MemoryVerdict:
     found = Estimate((Term("a", 100, ""),), "", (Term("b", 50, ""),))
     return MemoryVerdict(
-        found, MemoryLimit(limit, True, ""), None, None if host is None else MemoryLimit(host, is_device=False, source="")
+        a_job().plan(),
+        found,
+        MemoryLimit(limit, True, ""),
+        None,
+        None if host is None else MemoryLimit(host, is_device=False, source=""),
     )
 
 

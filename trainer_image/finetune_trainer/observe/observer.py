@@ -12,12 +12,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from finetune_job.failures import Outcome
+from finetune_job.plan.run_plan import RunPlan
 from finetune_job.progress import Progress
+from finetune_memory.describe import model_shape, read_model
+from finetune_memory.devices import device_of
+from finetune_memory.model_shape import UnknownModelError
+from finetune_memory.pace import UnknownPaceError, calculated_pace
 from finetune_trainer.checkpoint.checkpoints import Checkpoints
 from finetune_trainer.checkpoint.evidence import CHECKPOINT_STEP
 from finetune_trainer.checkpoint.interval import best_interval
@@ -27,12 +33,13 @@ from finetune_trainer.errors import classify
 from finetune_trainer.files import write_durably
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.load import build_on_meta
-from finetune_trainer.observe.flops import ModelCost, model_cost, peak_flops
+from finetune_trainer.observe.flops import ModelCost, model_cost
 from finetune_trainer.observe.goodput import Activity, AttemptStarted
 from finetune_trainer.observe.run_files import GoodputRecorder, History, Stopwatch
 from finetune_trainer.observe.server import RunMetrics, serving
 from finetune_trainer.observe.steps import PaceWindow, StepResult, StepTiming, straggler_ratio
 from finetune_trainer.observe.trackers import Trackers
+from finetune_trainer.ranks.device_test import DeviceFigures
 from finetune_trainer.ranks.gang import Gang
 
 OBSERVE_FILE = "observe.json"
@@ -46,6 +53,10 @@ class ObservedRun:
     """What stays the same during an attempt."""
 
     context: RunContext
+    plan: RunPlan
+    """With what preflight chose."""
+    reached: DeviceFigures | None
+    """By the device of this rank before the start; None: it was not tested."""
     gang: Gang
     num_sequences: int
     total_steps: int
@@ -156,17 +167,22 @@ class Reporter(Observer):
         self._history = History(workspace.history, run.first_step if run.is_resumed else None)
         # A run that was stopped during the export has no step to come that would tell these.
         self._run_metrics.update(**{name: self._history.resumed[name] for name in _RESUMED if name in self._history.resumed})
+        device = run.gang.device
+        product = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         start = AttemptStarted(
             attempt=run.context.attempt,
             time=time.time(),
             step=run.first_step,
             world_size=run.gang.world_size,
-            device=_device_name(run.gang.device),
+            device=product or device.type,
         )
         self._goodput = GoodputRecorder(workspace.accounts, start, stopwatch)
         self._window = PaceWindow()
         self._step = run.first_step
-        self._peak, self._cost = _peak_and_cost(run)
+        self._peak, self._cost = _peak_and_cost(run, product)
+        self._calculated = calculated_tokens_per_second(run.plan, run.context.base_model, product)
+        slowest = run.reached.slowest_share if run.reached is not None else None
+        self._run_metrics.update(calculated_tokens_per_second=self._calculated, slowest_device_ratio=slowest)
 
     def during(self, activity: Activity) -> AbstractContextManager[None]:
         return self._stopwatch.during(activity)
@@ -205,6 +221,7 @@ class Reporter(Observer):
             "seconds": done.seconds,
             "data_seconds": result.data_seconds,
             "tokens_per_second": result.tokens / done.seconds,
+            "calculated_tokens_per_second": self._calculated,
             "mfu": self._mfu(flops / done.seconds if flops is not None else None),
         }
         self._history.append(**line, **{CHECKPOINT_STEP: run.checkpoints.complete_step()})
@@ -223,6 +240,7 @@ class Reporter(Observer):
             tokens_per_second=pace.tokens_per_second,
             tokens_per_second_per_device=pace.tokens_per_second / world_size,
             mfu=self._mfu(pace.flops_per_second),
+            reached_flops_ratio=self._share(pace.flops_per_second, self._run.reached.flops if self._run.reached else None),
             step_seconds_median=pace.seconds_median,
             step_seconds_p95=pace.seconds_p95,
             checkpoint_interval_seconds=self._checkpoint_interval(pace.seconds_median),
@@ -276,24 +294,34 @@ class Reporter(Observer):
         return min((seconds for seconds in intervals if seconds > 0), default=None)
 
     def _mfu(self, flops_per_second: float | None) -> float | None:
-        if flops_per_second is None or self._peak is None:
+        return self._share(flops_per_second, self._peak)
+
+    def _share(self, flops_per_second: float | None, of: float | None) -> float | None:
+        """Of what all devices can; of: what one can."""
+        if flops_per_second is None or of is None:
             return None
-        return flops_per_second / (self._peak * self._run.gang.world_size)
+        return flops_per_second / (of * self._run.gang.world_size)
 
 
-def _peak_and_cost(run: ObservedRun) -> tuple[float | None, ModelCost | None]:
-    """The device's peak and the model's cost; None on the CPU and on devices whose peak is not known."""
-    device = run.gang.device
-    peak = peak_flops(_device_name(device)) if device.type == "cuda" else None
-    if peak is None:
+def calculated_tokens_per_second(plan: RunPlan, base_model: Path, product: str) -> float | None:
+    """Of all ranks on such devices; None if the planner does not know the device, or what the model is made of."""
+    try:
+        files = read_model(base_model)
+        return calculated_pace(plan, model_shape(plan, files), files.stored, product).tokens_per_second
+    except (UnknownModelError, UnknownPaceError):
+        return None
+
+
+def _peak_and_cost(run: ObservedRun, product: str) -> tuple[float | None, ModelCost | None]:
+    """The device's peak, if it is known, and the model's cost; None if nothing is known of the device."""
+    known = device_of(product)
+    if known is None and run.reached is None:
         return None, None
     plan = run.context.plan
     model = build_on_meta(plan, run.context.base_model)
-    return peak, model_cost(attach(model, plan) if plan.method.trains_adapter else model, model.config)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return known.flops if known is not None else None, model_cost(
+        attach(model, plan) if plan.method.trains_adapter else model, model.config
+    )
 
 
 def peak_memory_bytes(device: torch.device) -> int:

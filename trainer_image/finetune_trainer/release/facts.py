@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -188,6 +189,14 @@ class TrainingHistory:
     supervised_tokens: int
     peak_memory_bytes: int | None = None
     """Most that a rank has used, of its device or resident on the CPU; None where no step has measured it."""
+    calculated_tokens_per_second: float | None = None
+    """By the planner for the device of the latest attempt; None where it does not know it."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of the median step."""
+        rates = [point.tokens_per_second for point in self.points if point.tokens_per_second is not None]
+        return statistics.median(rates) if rates else None
 
     @property
     def evaluations(self) -> list[tuple[int, float]]:
@@ -212,6 +221,7 @@ def training_history(lines: Sequence[Mapping[str, Any]]) -> TrainingHistory:
         _sum(kept, "tokens"),
         _sum(kept, "supervised_tokens"),
         max(peaks, default=None),
+        _number(kept[-1].get("calculated_tokens_per_second")) if kept else None,
     )
 
 

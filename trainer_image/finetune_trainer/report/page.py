@@ -120,6 +120,7 @@ def report_page(facts: RunFacts, timeline: Timeline, samples: Samples) -> str:
         num_attempts=len(timeline.attempts),
         lost_steps=timeline.lost_steps,
         goodput=timeline.goodput.goodput,
+        pace=pace(history),
         time_rows=time_rows(timeline),
         memory=memory(facts, timeline),
         sources=[_source_row(source) for source in facts.sources[:MAX_ROWS]],
@@ -209,6 +210,17 @@ def time_rows(timeline: Timeline) -> list[tuple[str, str, float]]:
     rows = [("steps that count", totals.productive_seconds)]
     rows += [(_WORDS.get(cause, cause), seconds) for cause, seconds in totals.badput_seconds.items()]
     return [(name, duration(seconds), seconds / totals.total_seconds) for name, seconds in rows if seconds > 0]
+
+
+def pace(history: TrainingHistory) -> str:
+    """Tokens per second of the median step, and what was calculated; empty if no step has measured them."""
+    measured, calculated = history.tokens_per_second, history.calculated_tokens_per_second
+    if not measured:
+        return ""
+    said = f"The median step computed {measured:,.0f} tokens per second."
+    if not calculated:
+        return f"{said} For its device none were calculated."
+    return f"{said} The planner calculates {calculated:,.0f} for its device, {calculated / measured - 1:+.0%}."
 
 
 def memory(facts: RunFacts, timeline: Timeline) -> dict[str, Any] | None:

@@ -11,6 +11,8 @@ from transformers.utils import logging as transformers_logging
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.names import Role
 from finetune_trainer.context import RunContext
+from finetune_trainer.ranks.determinism import pin_kernels
+from finetune_trainer.ranks.device_test import check_device
 from finetune_trainer.ranks.gang import ENVIRONMENT, joined, launched_rank
 from finetune_trainer.ranks.reports import ECHO_SECONDS, date_echo, write_rank_report
 from finetune_trainer.ranks.watchdog import Heartbeat, Watchdog
@@ -62,13 +64,16 @@ def run_rank(
     directory = context.workspace.reports(role, context.attempt)
     heartbeat = Heartbeat()
     stop = StopRequest()
+    if context.plan.training.deterministic:
+        pin_kernels()
     try:
         with (
             Watchdog(context, heartbeat, rank=rank, world_size=world_size, node_rank=node_rank).watching(),
             joined(rank, world_size, local_rank, init_method, context.plan.training.step_timeout_seconds) as gang,
         ):
             stop.install()
-            facts = train(context, gang, stop, observe_port, heartbeat)
+            reached = check_device(gang) if gang.device.type == "cuda" else None
+            facts = train(context, gang, stop, observe_port, heartbeat, reached)
         report = TerminationReport(
             role=role,
             attempt=context.attempt,

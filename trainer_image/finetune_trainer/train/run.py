@@ -30,6 +30,7 @@ from finetune_trainer.objective.next_token import NextToken
 from finetune_trainer.observe.goodput import Activity
 from finetune_trainer.observe.observer import ObservedRun, Observer, StepDone, observing, peak_memory_bytes
 from finetune_trainer.observe.run_files import Stopwatch, process_age_seconds
+from finetune_trainer.ranks.device_test import DeviceFigures
 from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.ranks.stalls import stall_timeouts
 from finetune_trainer.ranks.watchdog import STEP, Heartbeat
@@ -44,15 +45,25 @@ from finetune_trainer.train.virtual_ranks import VirtualRanks
 log = logging.getLogger(__name__)
 
 
-def train(context: RunContext, gang: Gang, stop: StopRequest, observe_port: int, heartbeat: Heartbeat) -> dict[str, str]:
+def train(  # noqa: PLR0917 - one place calls it
+    context: RunContext,
+    gang: Gang,
+    stop: StopRequest,
+    observe_port: int,
+    heartbeat: Heartbeat,
+    reached: DeviceFigures | None = None,
+) -> dict[str, str]:
     """Train to the last step, from the newest valid checkpoint where there is one; rank 0's facts for the report.
 
+    reached: by this rank's device before the start; None: it was not tested.
     Raises PreemptedError after a stop request, with the state saved, and any TrainerError.
     """
     stopwatch = Stopwatch(process_age_seconds())
     loop = _Loop(context, gang, stop, heartbeat)
     run = ObservedRun(
         context=context,
+        plan=loop.plan,
+        reached=reached,
         gang=gang,
         num_sequences=loop.data.train.num_sequences,
         total_steps=loop.total,

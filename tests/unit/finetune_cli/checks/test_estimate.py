@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from finetune_cli.app import app
-from finetune_cli.checks.estimate import estimate
+from finetune_cli.checks.estimate import EstimateOptions, estimate
 from finetune_job.finding import FieldChange
 from finetune_job.rules.rule import with_changes
 from finetune_memory.verdict import MemoryVerdict, memory_finding
@@ -75,6 +75,35 @@ def test_what_the_memory_of_a_rank_decides_is_shown_with_its_reason(tmp_path: Pa
     assert choice["reason"].endswith("of 80.0 GiB (--gpu-memory), of which 10 % are kept free")
 
 
+PRICED = """apiVersion: finetune.dev/v1alpha1
+kind: FineTuneProfile
+metadata: {name: default}
+spec:
+  trainerImage: registry/trainer@sha256:0
+  gpu: {memory: 80Gi, pricePerHour: "2.5"}
+  nodeSelector: {nvidia.com/gpu.product: NVIDIA-H100-80GB-HBM3}
+"""
+
+
+def test_time_and_cost_of_a_run_follow_from_device_and_price(tmp_path: Path, config: Path) -> None:
+    (tmp_path / "profile.yaml").write_text(PRICED)
+    job = a_job().processes_per_node(2).spec("training", {"epochs": 2, "globalBatchSize": 8})
+    options = ["estimate", "-f", manifest(tmp_path, job), "--model", str(config), "--profile", str(tmp_path / "profile.yaml")]
+    unknown = RUNNER.invoke(app, options).output
+    assert "Time of a step on NVIDIA-H100-80GB-HBM3, calculated. Assumed: 70% of its published peak" in unknown
+    assert "not known  give --tokens" in unknown
+    (job_found,) = json.loads(RUNNER.invoke(app, [*options, "--tokens", "10000000", "-o", "json"]).output)["jobs"]
+    found = job_found["time"]
+    # 10,000,000 tokens are 4,883 sequences of 2,048; two passes in steps of 8; two devices at 2.5 an hour.
+    assert found["runSeconds"] == pytest.approx(1221 * found["stepSeconds"])
+    assert found["cost"] == pytest.approx(found["runSeconds"] / 3600 * 2 * 2.5)
+    assert (found["assumed"]["flops"], found["tokensPerSecond"]) == (0.7, pytest.approx(8 * 2048 / found["stepSeconds"]))
+    text = RUNNER.invoke(app, [*options, "--tokens", "10000000", "--gpu", "A100"]).output
+    assert "Time of a step on A100" in text
+    assert "device hours; costs " in text
+    assert "Time: not calculated, because no peaks of 'V100' are known" in RUNNER.invoke(app, [*options, "--gpu", "V100"]).output
+
+
 FULL = "training.activationCheckpointing"
 TEMPLATE = {"volumeClaimTemplate": {"storage": "10Gi"}}
 EIGHT_BITS = {"method.type": "QLoRA", "method.quantization.bits": 8}
@@ -123,7 +152,7 @@ def test_a_manifest_of_model_data_and_method_fits_or_what_is_told_makes_it_fit(t
 
     def estimated(document: dict[str, Any], gib: float) -> MemoryVerdict:
         text, mib = yaml.safe_dump(document), math.ceil(gib * 1024)
-        (found,) = estimate(text, profile=None, model=config, gpu_memory=f"{mib}Mi", claims=tmp_path)
+        (found,) = estimate(text, profile=None, claims=tmp_path, options=EstimateOptions(config, f"{mib}Mi"))
         return found.verdict
 
     for gib in (24, 48, 80):

@@ -156,6 +156,7 @@ RUNNING = job(
             "evalLoss": "1.4",
             "initialEvalLoss": "2.31",
             "tokensPerSecond": "39800",
+            "calculatedTokensPerSecond": "43780",
             "mfu": "0.385",
             "goodput": "0.88",
             "checkpointStep": 50,

@@ -128,6 +128,8 @@ def test_attention_is_left_to_preflight_on_a_gpu_alone(gpu, given):
         ({"method.lora.initLoraWeights": "pissa"}, False),
         ({"method.type": "DoRA"}, False),
         ({"method.type": "QLoRA"}, False),
+        # The switch.
+        ({"method.lora.peftForward": True}, False),
         # Its factors are units of their own, unless the user says otherwise.
         (FSDP1, False),
         (FSDP1 | {"parallelism.fsdp.peftWrapPolicy": False, "method.lora.autocastAdapterDtype": True}, True),
@@ -139,6 +141,7 @@ def test_plain_lora_has_a_forward_pass_of_its_own_on_a_gpu_alone(changes, is_fus
     on_gpu, on_cpu = resolve(IDENTITY, spec, profiles[1]), resolve(IDENTITY, spec, profiles[0])
     assert (on_gpu.method.lora.fused_forward, on_cpu.method.lora.fused_forward) == (is_fused, False)
     assert planned(changes).method.lora.fused_forward is False
+    assert [each.value for each in on_gpu.choices if each.field == "spec.method.lora.peftForward"] == [False] * is_fused
     reasons = [each.reason for each in on_gpu.choices if each.field == "spec.method.lora.autocastAdapterDtype"]
     is_open = "method.lora.autocastAdapterDtype" not in changes
     assert reasons == ["small updates vanish in 16 bits" + "; products take rounded copies" * is_fused] * is_open

@@ -180,3 +180,9 @@ def test_every_class_has_its_advice() -> None:
 )
 def test_the_order_in_which_pods_are_seen_does_not_matter(pods: list[PodView]) -> None:
     assert classify(pods, FailureClass.UNKNOWN, "") == classify(sorted(pods, key=lambda one: one.name), FailureClass.UNKNOWN, "")
+
+
+def test_a_broken_device_is_told_with_its_node() -> None:
+    found = classify_pod(pod(exit_code=57, termination_message=envelope(F.DEVICE_FAULT, message="GPU 3 is wrong"), node="node-a"))
+    assert found is not None
+    assert (found.failure, found.message) == (F.DEVICE_FAULT, "on node node-a, GPU 3 is wrong")

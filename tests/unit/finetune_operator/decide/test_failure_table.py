@@ -22,4 +22,5 @@ def test_every_class_has_a_row_with_its_evidence() -> None:
     assert rows["DiskFull"][3:7] == ["counted", "60 s", "after `maxRestarts`", "yes"]
     assert rows["SourceUnavailable"][3:6] == ["not counted", "30 s", "after 24 h in a row"]
     assert rows["ImagePull"][4] == "10 s, longest 3600 s"
+    assert rows["DeviceFault"][3:7] == ["not counted", "60 s", "after 5 in a row", "yes"]
     assert rows["NonFinite"][3:6] == ["no", "", "at once"]

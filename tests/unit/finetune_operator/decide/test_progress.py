@@ -4,12 +4,22 @@ from finetune_job.progress import Progress
 from finetune_operator.decide.progress import progress_of_facts, progress_status
 from tests.support.builders import T0, after
 
-PROGRESS = Progress(attempt=2, step=3, total_steps=10, loss=1.5, mfu=0.41234567, goodput=0.875, checkpoint_step=2)
+PROGRESS = Progress(
+    attempt=2,
+    step=3,
+    total_steps=10,
+    loss=1.5,
+    mfu=0.41234567,
+    calculated_tokens_per_second=1234.5678,
+    goodput=0.875,
+    checkpoint_step=2,
+)
 
 
 def test_fractions_stand_in_status_as_text() -> None:
     status = progress_status(PROGRESS, None, T0)
     assert (status.mfu, status.goodput, status.loss, status.eval_loss) == ("0.412346", "0.875", "1.5", "")
+    assert status.calculated_tokens_per_second == "1234.57"
     assert status.summary == "3/10"
 
 

@@ -17,9 +17,17 @@ import torch
 from finetune_trainer.checkpoint.manifest import RunState
 from finetune_trainer.json_lines import read_lines
 from finetune_trainer.observe.goodput import Activity
-from finetune_trainer.observe.observer import ObservedRun, Observer, Reporter, StepDone, observing
+from finetune_trainer.observe.observer import (
+    ObservedRun,
+    Observer,
+    Reporter,
+    StepDone,
+    calculated_tokens_per_second,
+    observing,
+)
 from finetune_trainer.observe.run_files import Stopwatch
 from finetune_trainer.observe.steps import StepResult
+from finetune_trainer.ranks.device_test import DeviceFigures
 from finetune_trainer.ranks.gang import Gang
 from tests.support.tiny_model import run_context, tiny_spec
 
@@ -41,7 +49,7 @@ def observed(tmp_path: Path, rank: int = 0) -> ObservedRun:
     checkpoints: Any = SimpleNamespace(complete_step=lambda: None, failed_saves=0)
     context = run_context(tmp_path, tiny_spec())
     gang = Gang(rank, 2, rank, CPU, None)
-    return ObservedRun(context, gang, 12, 10, first_step=0, is_resumed=False, checkpoints=checkpoints)
+    return ObservedRun(context, context.plan, None, gang, 12, 10, first_step=0, is_resumed=False, checkpoints=checkpoints)
 
 
 def done(step: int) -> StepDone:
@@ -78,6 +86,31 @@ def test_a_step_is_in_the_history_and_in_the_answers(tmp_path: Path) -> None:
     assert progress["checkpoint_interval_seconds"] == 4.0, "every 2 steps of 2 seconds"
     assert facts["tokens"] == "100"
     assert float(facts["seconds"]) >= 0
+
+
+def test_work_is_compared_with_what_the_device_has_reached(tmp_path: Path) -> None:
+    shares = []
+    for number, flops in enumerate((1e9, 2e9)):
+        run = replace(observed(tmp_path / str(number)), reached=DeviceFigures(flops, 1.0, slowest_share=0.5))
+        with observing(run, RunState(), Stopwatch(0.0), 0, lambda: False) as observer:
+            observer.stepped(done(1))
+            facts = observer.facts()
+        assert "mfu" not in facts, "of a CPU no peak is known"
+        assert facts["slowest_device_ratio"] == "0.5"
+        shares.append(float(facts["reached_flops_ratio"]))
+    assert shares[0] == pytest.approx(2 * shares[1])
+    assert shares[1] > 0
+
+
+def test_the_planner_s_pace_is_that_of_the_device_of_rank_0(tmp_path: Path) -> None:
+    context = run_context(tmp_path, tiny_spec(model={"attention": "varlen"}), dtype=torch.bfloat16)
+    slow, fast = (calculated_tokens_per_second(context.plan, context.base_model, name) for name in ("NVIDIA L4", "NVIDIA H100"))
+    # Kernels of so small a model are as many on both, and the host starts them.
+    assert slow == fast
+    assert slow is not None
+    assert slow > 0
+    assert calculated_tokens_per_second(context.plan, context.base_model, "") is None
+    assert calculated_tokens_per_second(context.plan, tmp_path, "NVIDIA H100") is None
 
 
 def test_the_age_of_the_checkpoint_counts_from_the_start_or_from_when_it_was_complete(

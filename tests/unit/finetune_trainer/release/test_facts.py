@@ -16,9 +16,10 @@ from tests.unit.finetune_trainer.release.example import BASE_COMMIT, DATA_COMMIT
 
 def test_lines_that_were_written_again_count_once():
     lines = [{"step": 1, "loss": 3.0, "tokens": 5}, {"step": 2, "loss": 2.0, "tokens": 5}, {"step": 2, "loss": 1.5, "tokens": 5}]
+    lines[-1]["calculated_tokens_per_second"] = 12.5
     found = training_history(lines)
     assert [point.loss for point in found.points] == [3.0, 1.5]
-    assert found.tokens == 10
+    assert (found.tokens, found.calculated_tokens_per_second) == (10, 12.5)
 
 
 def test_curves_are_short_and_keep_their_ends():

@@ -112,7 +112,7 @@ def timeline(claims: Path) -> Timeline:
 
 def history() -> TrainingHistory:
     points = [Point(0, None, 2.5), *(Point(step, 2.5 - step / 10, None, 1e-4, 0.5, 900.0) for step in range(1, 10))]
-    return TrainingHistory((*points, Point(10, 1.5, 1.75, 5e-5, 0.25, 1100.0)), 1000, 600, 3 << 30)
+    return TrainingHistory((*points, Point(10, 1.5, 1.75, 5e-5, 0.25, 1100.0)), 1000, 600, 3 << 30, 1320.0)
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +139,7 @@ def page(made: tuple[RunFacts, Timeline]) -> Page:
         "fell: 2.5 nats per supervised token before training, 1.75 after step 10",
         "Held-out record 3 def f(): Base model two two cut off Tuned model Return one. The record itself Return one.",
         "0 1970-01-01 00:00:00 1 h 02 min 0 to 8 3 Preempted: asked to stop",
+        "The median step computed 900 tokens per second. The planner calculates 1,320 for its device, +47%.",
         "steps that count 30.0 s 75.0 %",
         "steps done again after a restart 2.5 s 6.2 %",
         "Estimated before the start: 4.0 GiB for the fullest rank. Measured: 3.0 GiB at most, 75% of the estimate.",

@@ -1,0 +1,77 @@
+"""Which part of a device's published peaks it reaches: what `finetune_memory/devices.py` assumes, measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from finetune_memory.devices import ASSUMED, device_of
+from finetune_memory.pace import BACKWARD_OF_ATTENTION, FORWARD_OF_ATTENTION
+from finetune_trainer.ranks.device_test import check_device
+from finetune_trainer.ranks.gang import Gang
+
+ATTENTION = {"cuda": (4, 32, 4096, 128), "cpu": (1, 2, 64, 16)}
+"""Rows, heads, tokens of a document, values of a head."""
+KERNELS, ROUNDS = 200, 5
+
+
+def calibration_rows(device: torch.device) -> list[dict[str, object]]:
+    """What is reached, the share of the peak (None if the device has none that is known), and what is assumed of it."""
+    reached = check_device(Gang(0, 1, device.index or 0, device, None))
+    known = device_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    flops, memory = (known.flops, known.memory) if known is not None else (None, None)
+    found: list[tuple[str, float, float | None, float]] = [
+        ("flops", reached.flops, flops, ASSUMED.flops),
+        ("attention", _attention_flops(device), flops, ASSUMED.attention),
+        ("memory", reached.memory, memory, ASSUMED.memory),
+    ]
+    rows: list[dict[str, object]] = [
+        {"part": name, "reached": value, "share": None if peak is None else value / peak, "assumed": assumed}
+        for name, value, peak, assumed in found
+    ]
+    return [*rows, {"part": "launch_seconds", "reached": _launch_seconds(device), "assumed": ASSUMED.launch_seconds}]
+
+
+def _attention_flops(device: torch.device) -> float:
+    """Operations per second of causal attention, forward and backward, counted as the planner counts them."""
+    rows, heads, length, size = ATTENTION[device.type]
+    query, key, value = torch.randn((3, rows, heads, length, size), device=device, dtype=torch.bfloat16).unbind()
+    for each in (query, key, value):
+        each.requires_grad_()
+
+    def both() -> None:
+        result = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.backward(result.sum())
+
+    pairs = rows * heads * length**2 / 2
+    return 2 * (FORWARD_OF_ATTENTION + BACKWARD_OF_ATTENTION) * pairs * size / _shortest(both, device)
+
+
+def _launch_seconds(device: torch.device) -> float:
+    """Of a kernel that computes nothing to speak of, autograd's part included: forward one, backward one."""
+    start = torch.ones(1, device=device, requires_grad=True)
+
+    def chain() -> None:
+        values = start
+        for _ in range(KERNELS):
+            values = values * 1.0
+        torch.autograd.backward(values)
+
+    return _shortest(chain, device) / (2 * KERNELS)
+
+
+def _shortest(work: Callable[[], None], device: torch.device) -> float:
+    """Seconds of the fastest of some rounds."""
+    found = []
+    for _ in range(ROUNDS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - began)
+    return min(found)

@@ -1,0 +1,96 @@
+"""What devices can do by their data sheets, and which part of it training reaches.
+
+The peaks are published; the parts are assumed until `make gpu-check` has measured them (docs/memory.md).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """Published peaks."""
+
+    name: str
+    """As it was given."""
+    flops: float
+    """Operations per second: dense bfloat16 products with float32 sums."""
+    memory: float
+    """Bytes per second."""
+    link: float
+    """Bytes per second, in one direction, to the other devices of a machine."""
+
+
+_DEVICES: tuple[tuple[str, float, float, float], ...] = (
+    # NVIDIA data sheets give some figures with structured sparsity only; those are halved. Cards without NVLink send over PCIe.
+    (r"GB200", 2.5e15, 8e12, 900e9),
+    (r"B200", 2.25e15, 7.7e12, 900e9),
+    (r"H200 NVL", 835e12, 4.8e12, 64e9),
+    (r"H200", 989e12, 4.8e12, 450e9),
+    (r"H100 PCIe", 756e12, 2.0e12, 64e9),
+    (r"H100 NVL", 835e12, 3.9e12, 64e9),
+    (r"H800", 989e12, 3.35e12, 200e9),
+    (r"H100", 989e12, 3.35e12, 450e9),
+    (r"H20", 148e12, 4.0e12, 450e9),
+    (r"A(100|800) PCIE 40GB", 312e12, 1.555e12, 32e9),
+    (r"A(100|800) (80GB PCIe|PCIE 80GB)", 312e12, 1.935e12, 32e9),
+    (r"A800.* 80GB", 312e12, 2.039e12, 200e9),
+    (r"A100.* 80GB", 312e12, 2.039e12, 300e9),
+    (r"A800", 312e12, 1.555e12, 200e9),
+    (r"A100", 312e12, 1.555e12, 300e9),
+    (r"A40", 149.7e12, 696e9, 32e9),
+    (r"A30", 165e12, 933e9, 32e9),
+    (r"A10G", 70e12, 600e9, 32e9),
+    (r"A10", 125e12, 600e9, 32e9),
+    (r"L40S", 362e12, 864e9, 32e9),
+    (r"L40", 181e12, 864e9, 32e9),
+    (r"L4", 121e12, 300e9, 32e9),
+    (r"RTX A6000", 154.8e12, 768e9, 32e9),
+    (r"RTX 5090", 209.5e12, 1.792e12, 64e9),
+    (r"RTX 4090", 165.2e12, 1.008e12, 32e9),
+    (r"RTX 3090", 71e12, 936e9, 32e9),
+    # AMD data sheets.
+    (r"MI300X", 1307.4e12, 5.3e12, 448e9),
+    (r"MI325X", 1307.4e12, 6.0e12, 448e9),
+)
+"""Words in a device's name -> operations, bytes of its memory and bytes of its link per second; the first that fits."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Which part of a peak is reached."""
+
+    flops: float
+    """By large matrix products."""
+    attention: float
+    """Of the same peak, by fused attention, forward and backward together."""
+    memory: float
+    """By kernels that compute little with what they read and write."""
+    link: float
+    """By collectives."""
+    launch_seconds: float
+    """That the host takes for each kernel which it starts, autograd included."""
+
+
+ASSUMED = Calibration(flops=0.7, attention=0.4, memory=0.8, link=0.7, launch_seconds=7e-6)
+"""Assumed, of the order of what is published for an A100 and an H100; `python -m bench.gpu.check calibration` measures it."""
+PEAK = Calibration(flops=1.0, attention=1.0, memory=1.0, link=1.0, launch_seconds=0.0)
+"""What no program can pass."""
+NETWORK_BYTES_PER_SECOND = 25e9
+"""Assumed between machines, for each device: 200 Gbit/s."""
+
+
+def device_of(name: str) -> Device | None:
+    """By the name that its driver or its node's label gives it; None for one that is not listed.
+
+    None for a part of a device and a shared one, too, and for those of notebooks, which bear the same names.
+    """
+    words = name.replace("-", " ")
+    if re.search(r"\b(MIG|Laptop|SHARED)\b", words):
+        return None
+    for pattern, *peaks in _DEVICES:
+        if re.search(rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])", words):
+            return Device(name, *peaks)
+    return None

@@ -1,0 +1,145 @@
+"""A rank's device, tried for a second before it trains: memory, matrix products, and a sum over all ranks.
+
+A device that computes wrong results trains a wrong model, and one that is slow holds up all others. What is computed has one
+exact result in every order and precision of sums, so that it is compared bit by bit. The figures are what the device reaches.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from finetune_trainer.errors import BROKEN_DEVICE_HINT, DeviceFaultError
+from finetune_trainer.ranks.gang import Gang
+
+log = logging.getLogger(__name__)
+
+SIZE = {"cuda": 8192, "cpu": 256}
+"""Rows and columns of a product: large enough to reach what a device can, and 9 milliseconds at the peak of an L4."""
+BYTES = {"cuda": 4 << 30, "cpu": 1 << 20}
+"""Tested at most; less if less is free."""
+ROUNDS = 5
+PATTERNS = (0x55, 0xAA)
+"""Every bit is once 0 and once 1."""
+SLOW_SHARE = 0.8
+"""Below this of the median, a device is too hot, shared or broken, and not just one of many."""
+_SEED = 20_240_601
+_NONZERO_SHARE = 0.125
+"""Entries of 1, and as many of -1. Sums of 8,192 products then stay far below 256, up to which bfloat16 holds whole numbers."""
+
+
+@dataclass(frozen=True)
+class DeviceFigures:
+    """What a device reached."""
+
+    flops: float
+    """Operations per second in a bfloat16 product."""
+    memory: float
+    """Bytes per second, read and written, in a copy."""
+    slowest_share: float = 1.0
+    """Operations per second of the slowest rank's device over those of the median one."""
+
+
+def check_device(gang: Gang) -> DeviceFigures:
+    """Call on all ranks together, before anything else is on the device. Raises DeviceFaultError."""
+    found = DeviceFigures(flops=_products(gang.device), memory=_memory(gang.device))
+    _sum_over_ranks(gang)
+    if gang.device.type == "cuda":
+        # What was tested is free for training, and counts in no peak.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(gang.device)
+    return replace(found, slowest_share=_slowest_share(gang.gather(found.flops, float), says=gang.is_first))
+
+
+def _slowest_share(flops: Sequence[float], *, says: bool) -> float:
+    """By rank. In a step all ranks wait for the slowest inside collectives, so that there it cannot be told from the others."""
+    share = min(flops) / statistics.median(flops)
+    if says and share < SLOW_SHARE:
+        rank = min(range(len(flops)), key=flops.__getitem__)
+        log.warning(
+            "the device of rank %d reaches %.0f %% of the median rank's products: all others wait for it", rank, 100 * share
+        )
+    return share
+
+
+def _products(device: torch.device) -> float:
+    size = SIZE[device.type]
+    generator = torch.Generator(device).manual_seed(_SEED)
+    drawn = torch.rand((2, size, size), generator=generator, device=device)
+    signs = (drawn < _NONZERO_SHARE).to(torch.bfloat16) - (drawn > 1 - _NONZERO_SHARE).to(torch.bfloat16)
+    first, second = signs
+    # (first @ second) @ vector and first @ (second @ vector) are equal, and the second takes a thousandth of the operations.
+    vector = torch.arange(size, dtype=torch.float64).remainder(7).to(device)
+    wanted = first.double() @ (second.double() @ vector)
+    seconds = _shortest(lambda: torch.mm(first, second), device)
+    for _ in range(ROUNDS):
+        wrong = int((torch.mm(first, second).double() @ vector != wanted).sum())
+        if wrong:
+            raise DeviceFaultError(f"{_name(device)}: {wrong} of {size} rows of a matrix product are wrong", BROKEN_DEVICE_HINT)
+    return 2 * size**3 / seconds
+
+
+def _memory(device: torch.device) -> float:
+    count = BYTES[device.type]
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        count = min(count, free // 4)
+    source = torch.empty(count, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    for pattern in PATTERNS:
+        source.fill_(pattern)
+        target.copy_(source)
+        wrong = int((target != pattern).sum())
+        if wrong:
+            raise DeviceFaultError(
+                f"{_name(device)}: {wrong} of {count} bytes of its memory do not hold what was written", BROKEN_DEVICE_HINT
+            )
+    return 2 * count / _shortest(lambda: target.copy_(source), device)
+
+
+def _sum_over_ranks(gang: Gang) -> None:
+    """Of whole numbers, over the links that gradients take."""
+    if gang.world_size == 1:
+        return
+    length = 1 << 20 if gang.device.type == "cuda" else 1 << 10
+    places = torch.arange(length, device=gang.device, dtype=torch.float32).remainder(64)
+    mine = places + gang.rank
+    dist.all_reduce(mine)
+    wanted = gang.world_size * places + gang.world_size * (gang.world_size - 1) / 2
+    wrong = int((mine != wanted).sum())
+    if wrong:
+        raise DeviceFaultError(
+            f"{_name(gang.device)}: {wrong} of {length} values of a sum over {gang.world_size} ranks are wrong",
+            BROKEN_DEVICE_HINT,
+        )
+
+
+def _shortest(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest round."""
+    found = []
+    for _ in range(ROUNDS):
+        _wait(device)
+        began = time.perf_counter()
+        work()
+        _wait(device)
+        found.append(time.perf_counter() - began)
+    return max(min(found), 1e-9)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _name(device: torch.device) -> str:
+    """With the serial number that `nvidia-smi -L` lists."""
+    if device.type != "cuda":
+        return "the processor"
+    facts = torch.cuda.get_device_properties(device)
+    return f"GPU {device.index} ({facts.name}, {getattr(facts, 'uuid', 'no serial number')})"
