@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -30,11 +28,13 @@ from finetune_trainer.processes.start import name_of_process
 from finetune_trainer.ranks.reports import rank_process_name
 from tests.kill.cases import Case
 from tests.kill.moments import STARTUP, OutputTo, random_moment
+from tests.support.forked_pods import ForkedPod, PodServer
 from tests.support.forked_ranks import run_gang, trained_files
 
 MOST_KILLS = 3
 MOST_ATTEMPTS = 12
 DEADLINE_SECONDS = 240.0
+_RANK = rank_process_name(0).rstrip("0")
 _PREEMPTED = EXIT_CODES[FailureClass.PREEMPTED]
 
 
@@ -56,7 +56,7 @@ class Outcome:
 
     case: str
     is_real: bool
-    """Started as a pod starts it, with torchrun."""
+    """Trained by the role of a pod, with torchrun."""
     signal: str
     problem: str = ""
     """Empty where every byte was as in the undisturbed run."""
@@ -77,9 +77,9 @@ def undisturbed(case: Case, directory: Path) -> Undisturbed:
     return Undisturbed(case, claims, context, final_bytes(context), time.monotonic() - start)
 
 
-def disturbed(base: Undisturbed, directory: Path, random: Random, *, deadly: bool, is_real: bool) -> Outcome:
-    """Train with disturbances until the run is done."""
-    outcome = Outcome(base.case.name, is_real, "SIGKILL" if deadly else "SIGTERM")
+def disturbed(base: Undisturbed, directory: Path, random: Random, *, deadly: bool, pods: PodServer | None) -> Outcome:
+    """Train with disturbances until the run is done. pods: starts the role of a pod; None: ranks alone."""
+    outcome = Outcome(base.case.name, pods is not None, "SIGKILL" if deadly else "SIGTERM")
     context = replace(base.context, claims_root=_copied(base.claims, directory / "claims"))
     landed = directory / "landed"
     landed.mkdir()
@@ -88,9 +88,9 @@ def disturbed(base: Undisturbed, directory: Path, random: Random, *, deadly: boo
     for attempt in range(MOST_ATTEMPTS):
         context = replace(context, attempt=attempt)
         hits = sum(outcome.landed.values())
-        if is_real:
+        if pods is not None:
             is_done = _real_attempt(
-                context, random, outcome, sizes=base.case.sizes, deadly=deadly, is_disturbed=hits < min(wanted, 2)
+                pods, context, random, outcome, sizes=base.case.sizes, deadly=deadly, is_disturbed=hits < min(wanted, 2)
             )
         else:
             is_done = _forked_attempt(context, base, random, outcome, landed, deadly=deadly, is_disturbed=hits < wanted)
@@ -139,18 +139,22 @@ def _is_answered(codes: list[int], *, deadly: bool, is_starting: bool) -> bool:
 
 
 def _real_attempt(
-    context: RunContext, random: Random, outcome: Outcome, *, sizes: Sequence[int], deadly: bool, is_disturbed: bool
+    pods: PodServer,
+    context: RunContext,
+    random: Random,
+    outcome: Outcome,
+    *,
+    sizes: Sequence[int],
+    deadly: bool,
+    is_disturbed: bool,
 ) -> bool:
     """`python -m finetune_trainer train`, its ranks killed by their process ids, or the pod's first process told to end."""
     ranks = random.choice(sizes) if sizes else context.plan.parallelism.world_size
-    command = [*_command(context), *(["--ranks", str(ranks)] if sizes else [])]
-    log = context.claims_root / f"attempt-{context.attempt}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    process = pods.start("finetune_trainer", [*_arguments(context), *(["--ranks", ranks] if sizes else [])])
     try:
         told = "undisturbed"
         if is_disturbed:
-            told = _strike(process, context, ranks, random, deadly=deadly)
+            told = _strike(process, ranks, random, deadly=deadly)
             if told:
                 outcome.landed["torchrun"] += 1
         code = process.wait(DEADLINE_SECONDS)
@@ -159,22 +163,22 @@ def _real_attempt(
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         # A pod's other processes end with its first one; here ranks could outlive it.
-        _kill(_ranks(context))
+        _kill(_ranks(process.pid))
     outcome.story.append(f"attempt {context.attempt}: {told or 'ended before it was hit'}; the pod ended with {code}")
     if code != 0 and not is_disturbed:
-        outcome.problem = f"the pod ended with {code}, see {log}"
+        outcome.problem = f"the pod ended with {code}, see {context.workspace.logs('train', context.attempt)}"
     return code == 0
 
 
-def _strike(process: subprocess.Popen[bytes], context: RunContext, num_ranks: int, random: Random, *, deadly: bool) -> str:
+def _strike(process: ForkedPod, num_ranks: int, random: Random, *, deadly: bool) -> str:
     """Wait until all ranks run, then for a random time; what was done, empty where the pod had ended by itself."""
     pause = threading.Event()
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while len(_ranks(context)) < num_ranks and process.poll() is None and time.monotonic() < deadline:
+    while len(_ranks(process.pid)) < num_ranks and process.poll() is None and time.monotonic() < deadline:
         pause.wait(0.05)
     # They join each other and load the model in the first two seconds.
     pause.wait(random.uniform(0, 8))
-    ranks = _ranks(context)
+    ranks = _ranks(process.pid)
     if process.poll() is not None or not ranks:
         return ""
     if not deadly:
@@ -183,7 +187,7 @@ def _strike(process: subprocess.Popen[bytes], context: RunContext, num_ranks: in
     victims = random.choice(([ranks[0]], [ranks[-1]], ranks))
     _kill(victims)
     if victims is ranks:
-        process.kill()
+        process.send_signal(signal.SIGKILL)
     return f"SIGKILL to {len(victims)} of {len(ranks)} ranks"
 
 
@@ -194,23 +198,21 @@ def _kill(pids: Sequence[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _ranks(context: RunContext) -> list[int]:
-    """Process ids of the ranks of this run."""
-    names = {rank_process_name(rank) for rank in range(context.plan.parallelism.world_size)}
+def _ranks(pod: int) -> list[int]:
+    """Process ids of the ranks of this pod, whose first process leads their session."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and name_of_process(int(entry.name)) in names:
+        if entry.name.isdigit() and name_of_process(int(entry.name)).startswith(_RANK):
             try:
-                arguments = (entry / "cmdline").read_bytes().split(b"\0")
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                state, _, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            if str(context.claims_root).encode() in arguments and state != "Z":
+            if session == str(pod) and state != "Z":
                 found.append(int(entry.name))
     return sorted(found)
 
 
-def _command(context: RunContext) -> list[str]:
+def _arguments(context: RunContext) -> list[object]:
     arguments = {
         "--plan": context.workspace.root / "plan.json",
         "--plan-sha256": context.plan_sha256,
@@ -220,7 +222,7 @@ def _command(context: RunContext) -> list[str]:
         "--master-port": free_port(),
         "--observe-port": 0,
     }
-    return [sys.executable, "-m", "finetune_trainer", "train", *(str(part) for pair in arguments.items() for part in pair)]
+    return ["train", *(part for pair in arguments.items() for part in pair)]
 
 
 def final_bytes(context: RunContext) -> dict[str, bytes]:

@@ -11,10 +11,11 @@ import os
 import runpy
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from finetune_trainer.processes.start import die_with
 
@@ -22,11 +23,18 @@ LOOK_SECONDS = 0.05
 
 
 class PodServer:
-    """Starts them. As a context it ends, and they with it."""
+    """Starts them. As a context it ends, and they with it. Several threads may use it."""
 
-    def __init__(self) -> None:
+    def __init__(self, errors: IO[bytes] | None = None) -> None:
+        """errors: takes what they say on standard error; None: this process's own does."""
+        self._asking = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            bufsize=1,
         )
 
     def start(self, module: str, arguments: Sequence[object], variables: Mapping[str, str] | None = None) -> ForkedPod:
@@ -37,8 +45,9 @@ class PodServer:
         """What the process answers to one order."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        return json.loads(self._process.stdout.readline())
+        with self._asking:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            return json.loads(self._process.stdout.readline())
 
     def __enter__(self) -> Self:
         return self

@@ -24,16 +24,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from finetune_trainer.context import RunContext
-from tests.support import collector
 
 DEADLINE_SECONDS = 500.0
 """For one gang; far more than it takes, because the machine may be busy."""
 PRELOADED = (
+    "tests.support.preloaded",
     "tests.support.forked_ranks",
     "finetune_trainer.train.rank",
     "transformers.models.llama.modeling_llama",
     "peft.tuners.lora",
-    "tests.support.compiled_conversions",
 )
 
 
@@ -119,7 +118,6 @@ def _exit_with(body: Callable[[], Any]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    collector.collect_rarely()
     # Without a collection first, which would copy every page of the server's.
     gc.freeze()
     try:

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tests.support import collector
-
 RANKS = 2
 DEADLINE_SECONDS = 90.0
 """For one case; far more than it takes, because the machine may be busy."""
@@ -32,6 +30,7 @@ SAME_FAILURE_SECONDS = 5.0
 CASES_PER_GANG = 25
 """After which a gang is replaced, so that no case is judged in a process that is very old."""
 PRELOADED = (
+    "tests.support.preloaded",
     "tests.sweep.rank",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
@@ -45,8 +44,6 @@ PRELOADED = (
     "transformers.integrations.bitsandbytes",
     "bitsandbytes",
     "peft.tuners.lora",
-    "peft.tuners.lora.bnb",
-    "tests.support.compiled_conversions",
 )
 
 
@@ -147,7 +144,6 @@ def _serve(body: str, rank: int, store: str, connection: Connection, log: str) -
     from finetune_trainer.ranks.gang import joined
 
     torch.set_num_threads(1)
-    collector.collect_rarely()
     # What the server has loaded is never looked through, and its pages are not copied for that.
     gc.freeze()
     module, _, name = body.partition(":")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ def test_runs_are_of_the_cases_that_the_seed_drew(
 
     monkeypatch.setattr(kill, "undisturbed", lambda case, directory: case.name)
     monkeypatch.setattr(kill, "disturbed", disturbed)
+    monkeypatch.setattr(kill, "PodServer", lambda _: nullcontext())
     arguments = ["--runs", str(RUNS_IN_CI), "--signal", "SIGKILL", "--parallel", "1"]
     assert kill.main([*arguments, "--seed", "5"]) == 0
     first = list(killed)

@@ -16,8 +16,6 @@ class Observation:
     error: str = ""
     """Type and message of that exception."""
     trace: str = ""
-    warnings: tuple[str, ...] = ()
-    """Warnings of the first rank, each once."""
     units: dict[str, str] = field(default_factory=dict)
     """Module name -> class name of each FSDP unit; "" is the root."""
     trained: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from typing import Any
 from tests.pitfalls.lab import cache
 from tests.pitfalls.lab.case import STAGES, Case
 from tests.pitfalls.lab.observation import Observation
-from tests.pitfalls.lab.ranks import RankResult, run_ranks
+from tests.pitfalls.lab.ranks import RankResult, run_on_kept_ranks
 from tests.pitfalls.lab.work import SEQUENCES_PER_RANK, work
 
 
@@ -27,7 +27,7 @@ def observe(case: Case) -> Observation:
     if isinstance(kept, Observation):
         return kept
     with tempfile.TemporaryDirectory() as scratch:
-        results = run_ranks(work, case, SEQUENCES_PER_RANK * case.world_size, scratch, world_size=case.world_size)
+        results = run_on_kept_ranks(work, case, SEQUENCES_PER_RANK * case.world_size, scratch, world_size=case.world_size)
         observation = _observation(case, results, Path(scratch))
     cache.keep(key, observation)
     return observation
@@ -54,7 +54,7 @@ def single_process(case: Case) -> Path:
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=place.parent))
-    (result,) = run_ranks(work, plain, sequences, str(made), world_size=1)
+    (result,) = run_on_kept_ranks(work, plain, sequences, str(made), world_size=1)
     if result.failed:
         shutil.rmtree(made)
         raise RuntimeError(f"one process fails too, in {result.stage}: {result.trace}")
@@ -72,7 +72,7 @@ def _observation(case: Case, results: list[RankResult], scratch: Path) -> Observ
             raise RuntimeError(f"{case}: {failed.error}\n{failed.trace}")
         return Observation(failed_in=failed.stage, error=failed.error, trace=failed.trace)
     first = results[0].value
-    found = {name: first[name] for name in ("units", "trained", "warnings")}
+    found = {name: first[name] for name in ("units", "trained")}
     found |= {name: first[name] for name in ("resume_error", "merge_error", "merge_effect") if name in first}
     if case.reaches("backward") and case.version is not None:
         plain = single_process(case)

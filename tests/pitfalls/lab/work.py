@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,7 @@ def work(rank: int, case: Case, sequences: int, scratch: str) -> dict[str, Any]:
 
     Leaves in it, from the first rank: `gradients` and `trained` (safetensors), `adapter/`.
     """
-    place = Path(scratch)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = _stages(rank, case, _batch(rank, case, sequences), place)
-    return {**found, "warnings": tuple(dict.fromkeys(str(warning.message) for warning in caught))}
+    return _stages(rank, case, _batch(rank, case, sequences), Path(scratch))
 
 
 def _batch(rank: int, case: Case, sequences: int) -> Any:

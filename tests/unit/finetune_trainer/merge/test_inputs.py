@@ -30,8 +30,7 @@ def saved_with_embeddings(directory: Path, config: PreTrainedConfig, trained: se
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and any(part in name for part in trained):
                 parameter.add_(0.05 * torch.randn(parameter.shape))
-    model.save_pretrained(directory / "adapter", save_embedding_layers=True)
-    return base, directory / "adapter"
+    return base, tiny.save_peft(model, directory / "adapter", save_embedding_layers=True)
 
 
 def merged(base: Path, adapter: Path) -> dict[str, torch.Tensor]:

@@ -193,7 +193,7 @@ def test_convolutions_have_pefts_bits(settings: dict[str, Any], dtype: torch.dty
     save_file(model.state_dict(), base / "model.safetensors", {"format": "pt"})
     (base / "config.json").write_text('{"model_type": "llama", "tie_word_embeddings": false}')
     adapted = get_peft_model(copy.deepcopy(model), LoraConfig(r=3, lora_alpha=7, init_lora_weights=False, **settings))
-    adapted.save_pretrained(tmp_path / "adapter")
+    tiny.save_peft(adapted, tmp_path / "adapter")
     merge_adapter(MergeOptions(base, (tmp_path / "adapter",), tmp_path / "merged", None, 1 << 30))
     reference = PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter").merge_and_unload().state_dict()
     merged = load_file(tmp_path / "merged" / "model.safetensors")

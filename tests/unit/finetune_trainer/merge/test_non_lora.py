@@ -70,16 +70,16 @@ def save_adapter(directory: Path, base: Path, kind: MethodType, settings: dict[s
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.05 * torch.randn(parameter.shape, dtype=torch.float32).to(parameter.dtype))
-    model.save_pretrained(directory)
-    return directory
+    return tiny.save_peft(model, directory)
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def merge(base: Path, adapter: Path, output: Path, dtype: str | None = None) -> tuple[MergeReport, dict[str, torch.Tensor]]:
     report = merge_adapter(MergeOptions(base=base, adapters=(adapter,), output=output, dtype=dtype, max_shard_bytes=400_000))
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(output.glob("*.safetensors")):
-        tensors |= load_file(path)
-    return report, tensors
+    return report, stored(output)
 
 
 def assert_pefts_bits(tmp_path: Path, base: Path, adapter: Path) -> None:
@@ -88,7 +88,7 @@ def assert_pefts_bits(tmp_path: Path, base: Path, adapter: Path) -> None:
     tied = json.loads((base / "config.json").read_text()).get("tie_word_embeddings", True)
     assert set(merged) == set(reference) - ({"lm_head.weight"} if tied else set())
     assert [n for n, t in merged.items() if t.dtype != reference[n].dtype or not torch.equal(t, reference[n])] == []
-    untouched = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    untouched = stored(base)
     assert sum(not torch.equal(tensor, untouched[name]) for name, tensor in merged.items()) == report.num_changed_tensors > 0
 
 

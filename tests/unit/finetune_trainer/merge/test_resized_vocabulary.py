@@ -142,8 +142,7 @@ def save_adapter(directory: Path, base: Path, case: Case) -> Path:
                 parameter.mul_(1 + 0.1 * noise) if "magnitude" in name else parameter.add_(0.05 * noise)
     if case.file_dtype is not None:
         model.to(case.file_dtype)
-    model.save_pretrained(directory, **case.save)
-    return directory
+    return tiny.save_peft(model, directory, **case.save)
 
 
 def saved(directory: Path, name: str) -> tuple[Path, Path]:
@@ -522,7 +521,7 @@ def test_the_text_part_of_a_model_of_images_and_text_grows(tmp_path: Path) -> No
     model.resize_token_embeddings(270)
     adapted = get_peft_model(model, lora(target_modules=["o_proj"], init_lora_weights=False))
     # PEFT does not see by itself that the size is another, because it does not look into text_config.
-    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    tiny.save_peft(adapted, tmp_path / "adapter", save_embedding_layers=True)
     output = merge(base, tmp_path / "adapter")
     config = json.loads((output / "config.json").read_text())
     assert config["text_config"] == {**json.loads((base / "config.json").read_text())["text_config"], "vocab_size": 270}
