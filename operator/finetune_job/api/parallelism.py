@@ -76,5 +76,5 @@ class ParallelismSpec(ApiModel):
     """Pods of the gang."""
     processes_per_node: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks per pod: one per GPU, or the number of CPU ranks."""
-    fsdp: FsdpSpec = FsdpSpec()
+    fsdp: FsdpSpec = FsdpSpec.model_construct()
     """Sharding."""
