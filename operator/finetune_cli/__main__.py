@@ -2,12 +2,17 @@
 
 import gc
 import os
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typer import Typer
 
 
 def main() -> None:
     """Run the verb that the command line names."""
-    # Looking for plugins of pydantic reads the metadata of every installed distribution; nothing here has use for one.
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    _leave_out_plugins()
     # What is loaded lives as long as the process: collections would go through it in vain, while it is loaded and at the end.
     gc.disable()
     from finetune_cli.app import COMPLETION, app
@@ -19,7 +24,29 @@ def main() -> None:
         from typer.completion import completion_init  # type: ignore[attr-defined]
 
         completion_init()
+    else:
+        _keep_only(app, sys.argv[1] if len(sys.argv) > 1 else "")
     app()
+
+
+def _leave_out_plugins() -> None:
+    """Plugins of pydantic: its loader imports the reader of distributions, and reads all of them; nothing here uses plugins."""
+    loader = ModuleType("pydantic.plugin._loader")
+    loader.get_plugins = tuple  # type: ignore[attr-defined]
+    sys.modules.setdefault(loader.__name__, loader)
+
+
+def _keep_only(app: "Typer", verb: str) -> None:
+    """Leave out all other verbs if there is this one: typer reads the signatures of all that are registered."""
+    parts = [app, *(group.typer_instance for group in app.registered_groups if group.typer_instance)]
+    kept = {
+        id(part): [each for each in part.registered_commands if verb == (each.name or getattr(each.callback, "__name__", ""))]
+        for part in parts
+    }
+    if any(kept.values()):
+        for part in parts:
+            part.registered_commands[:] = kept[id(part)]
+        app.registered_groups[:] = [group for group in app.registered_groups if kept[id(group.typer_instance)]]
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def merge(
     ],
     output: Annotated[Path, typer.Option(help="Directory of the merged model; made, and complete once it exists.")],
     dtype: Annotated[Dtype | None, typer.Option(help="Element type of the merged weights. Unset: the base's own.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest weight shard.")] = MergeSpec().max_shard_size,
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight shard.")] = MergeSpec.model_fields["max_shard_size"].default,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the result with base and adapter.")] = True,
     prompts: Annotated[Path | None, typer.Option(help="File with a prompt on each line for the comparison of logits.")] = None,
     base_form: Annotated[

@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from finetune_cli.corrections.names import all_proposals
-from finetune_cli.corrections.wrong_field import Place, Proposal, WrongField, nearest
 from finetune_job.api.job import FineTuneJob
 from finetune_job.api.profile import FineTuneProfile
 from finetune_job.catalogue.book import make_finding
@@ -22,6 +20,10 @@ from finetune_job.finding import UNREADABLE, FieldChange, Finding
 from finetune_job.names import JOB_KIND
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.rule import RuleContext, format_value, with_changes
+
+# The corrections are imported by the functions that need them: most manifests have no mistake.
+if TYPE_CHECKING:
+    from finetune_cli.corrections.wrong_field import Place, Proposal, WrongField
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -63,6 +65,8 @@ def parse_profile(content: Any) -> FineTuneProfile | list[Finding]:
 
 def is_meant_as_job(kind: Any) -> bool:
     """Whether a `kind` is a slip of the pen for a FineTuneJob."""
+    from finetune_cli.corrections.wrong_field import nearest
+
     near = nearest(kind, [JOB_KIND])
     return near is not None and near[1] and kind != JOB_KIND
 
@@ -86,6 +90,8 @@ def _unknown_metadata(content: Any) -> list[Finding]:
     found = []
     for name in metadata:
         if name not in _METADATA:
+            from finetune_cli.corrections.wrong_field import nearest
+
             near = nearest(name, [each for each in _METADATA if each not in metadata])
             fix = f"write {near[0]}" if near else f"remove metadata.{name}, or make it a label or an annotation"
             changes = {f"metadata.{name}": None, **({f"metadata.{near[0]}": metadata[name]} if near else {})}
@@ -118,6 +124,8 @@ def _read(model: type[M], content: Any) -> M:
 
 def _wrong_fields(model: type[BaseModel], content: Any, error: ValidationError) -> dict[str, WrongField]:
     """By path. Several complaints about one field come from the same mistake; the first names it."""
+    from finetune_cli.corrections.wrong_field import WrongField
+
     found: dict[str, WrongField] = {}
     for details in error.errors(include_url=False):
         place = tuple(details["loc"])
@@ -138,6 +146,8 @@ def _findings(model: type[BaseModel], content: Any, error: ValidationError) -> l
 
 
 def _finding(wrong: WrongField, fields: dict[str, WrongField], *, is_tried: bool) -> Finding:
+    from finetune_cli.corrections.names import all_proposals
+
     first = _best(_corrections(wrong, fields)) if is_tried else None
     if first is None and is_tried:
         first = next((_Correction(each.fix, each.message, (), False, False) for each in all_proposals(wrong)), None)
@@ -181,6 +191,8 @@ def _reason(wrong: WrongField) -> str:
 
 def _corrections(wrong: WrongField, fields: dict[str, WrongField]) -> Iterator[_Correction]:
     """Those proposals that make the field right, each with what its value needs to be right, too."""
+    from finetune_cli.corrections.names import all_proposals
+
     for proposal in all_proposals(wrong):
         changes, is_certain = _changes(wrong.content, proposal), proposal.is_certain
         for _ in range(_ROUNDS):
@@ -220,6 +232,8 @@ def _new_mistakes(wrong: WrongField, fields: dict[str, WrongField], content: Any
 
 def _is_refused(wrong: WrongField, content: Any) -> bool:
     """Whether a rule refuses a corrected document for what the same document without the field is not refused for."""
+    from finetune_cli.corrections.wrong_field import Proposal
+
     without = _changes(wrong.content, Proposal("", wrong.plain, None))
     before = _rule_errors(wrong, with_changes(wrong.content, without or ()))
     return not _rule_errors(wrong, content) <= before

@@ -4,8 +4,6 @@ The trainer raises and exits with these; the operator reads them back. The table
 restart policy, never here and never at the place that raises.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -120,7 +118,7 @@ _LEFT_OUT: Any = {"findings": {"__all__": {"changes"}}}
 class TerminationReport(BaseModel):
     """What a container says when it ends: written to its termination message and, whole, to the workspace."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
     role: str
     attempt: Count = 0
     outcome: Outcome

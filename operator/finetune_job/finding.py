@@ -1,9 +1,7 @@
 """What a rule or a check has to say about a job: the same object in the rule book, in a report, in status and on a terminal."""
 
-from __future__ import annotations
-
 import operator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.json_schema import SkipJsonSchema
@@ -31,7 +29,7 @@ _Text = Annotated[str, Field(json_schema_extra={"maxLength": MAX_TEXT_LENGTH})]
 class FieldChange(BaseModel):
     """One change of the manifest that would make it acceptable."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)
     field: str
     """Path under the object, such as `spec.parallelism.fsdp.useOrigParams`."""
     value: Any
@@ -41,7 +39,7 @@ class FieldChange(BaseModel):
 class Finding(BaseModel):
     """What a rule or preflight found."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
     rule: _Id
     severity: Annotated[Severity, BeforeValidator(_known_severity, json_schema_input_type=Severity)]
     field: _Text = ""
@@ -57,7 +55,7 @@ class Finding(BaseModel):
     is_proposal: SkipJsonSchema[Literal[True] | None] = Field(default=None, exclude_if=operator.not_)
     """Whether the changes name, as an example, a value that only the author of the manifest knows. Not part of status."""
 
-    def shortened(self, limit: int) -> Finding:
+    def shortened(self, limit: int) -> Self:
         """This finding for status or a report: no text longer than `limit` characters, and no changes."""
         texts = {name: getattr(self, name)[:limit] for name in TEXTS}
         return self.model_copy(

@@ -8,7 +8,7 @@ from finetune_job.failures import Count
 class Progress(BaseModel):
     """State of a training run after its latest optimizer step."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
     attempt: Count
     step: Count
     total_steps: Count

@@ -9,11 +9,15 @@ from typing import Any, NoReturn
 from urllib.parse import urlencode
 
 import urllib3
-from kubernetes.client import ApiClient
-from kubernetes.config import list_kube_config_contexts, new_client_from_config
-from kubernetes.config.config_exception import ConfigException
 
+from finetune_cli.cluster import client_parts
 from finetune_cli.exit_codes import LocalError
+
+client_parts.defer()
+
+from kubernetes.client import ApiClient  # noqa: E402 - its package would import all of its parts
+from kubernetes.config import list_kube_config_contexts, new_client_from_config  # noqa: E402
+from kubernetes.config.config_exception import ConfigException  # noqa: E402
 
 _CONNECT_SECONDS = 10.0
 _TIMEOUT_SECONDS = 30.0

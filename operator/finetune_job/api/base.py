@@ -1,6 +1,8 @@
-"""The base of every API model and the value types that several of them share."""
+"""The base of every API model and the value types that several of them share.
 
-from __future__ import annotations
+Every command reads these modules when it starts. So models are built when they are used (`defer_build`), a default that is a
+model is made by `model_construct()`, which builds none, and annotations are no strings, which pydantic would have to compile.
+"""
 
 import re
 from decimal import Decimal, InvalidOperation
@@ -157,7 +159,7 @@ DEFAULT_TAG = "latest"
 class ClaimPath(BaseModel):
     """A parsed `ClaimSource`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
     claim: str
     path: str = ""
     """Relative to the claim's root; empty for the root itself."""
@@ -166,7 +168,7 @@ class ClaimPath(BaseModel):
 class HubPath(BaseModel):
     """A parsed `hf://` source."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
     repository: str
     """`<org>/<name>`."""
     is_dataset: bool
@@ -177,7 +179,7 @@ class HubPath(BaseModel):
 class BucketPath(BaseModel):
     """A parsed `s3://` source."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
     bucket: str
     prefix: str = ""
     """A key, or what comes before the keys; empty for the whole bucket."""
@@ -211,7 +213,7 @@ def parse_source(source: str) -> ClaimPath | HubPath | BucketPath:
 class RegistryPath(BaseModel):
     """A parsed `oci://` destination."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
     registry: str
     """Host, with its port where one is given."""
     repository: str

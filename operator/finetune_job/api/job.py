@@ -4,8 +4,6 @@
 take it from a user: such a job follows its plan, and of its spec only `run` and the names of claims are read.
 """
 
-from __future__ import annotations
-
 import copy
 from enum import StrEnum
 from typing import Annotated, Any, Literal
@@ -78,27 +76,27 @@ class FineTuneJobSpec(ApiModel):
     """Base model."""
     data: DataSpec
     """Training and held-out records."""
-    fetch: FetchSpec = FetchSpec()
+    fetch: FetchSpec = FetchSpec.model_construct()
     """Credentials for sources outside the cluster."""
-    method: MethodSpec = MethodSpec()
+    method: MethodSpec = MethodSpec.model_construct()
     """Fine-tuning method."""
     training: TrainingSpec
     """Optimisation."""
-    parallelism: ParallelismSpec = ParallelismSpec()
+    parallelism: ParallelismSpec = ParallelismSpec.model_construct()
     """Nodes, ranks and sharding."""
-    checkpoint: CheckpointSpec = CheckpointSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec.model_construct()
     """Checkpoints."""
-    evaluation: EvaluationSpec = EvaluationSpec()
+    evaluation: EvaluationSpec = EvaluationSpec.model_construct()
     """Held-out loss."""
-    merge: MergeSpec = MergeSpec()
+    merge: MergeSpec = MergeSpec.model_construct()
     """Merging and verification."""
     output: OutputSpec
     """Results."""
     workspace: WorkspaceSpec
     """Working storage."""
-    preflight: PreflightSpec = PreflightSpec()
+    preflight: PreflightSpec = PreflightSpec.model_construct()
     """What is tried before any GPU is taken."""
-    run: RunSpec = RunSpec()
+    run: RunSpec = RunSpec.model_construct()
     """Suspension, cancellation, restarts and deadlines."""
 
     @model_validator(mode="before")

@@ -47,7 +47,7 @@ class MergeSpec(ApiModel):
     tools offer, are refused."""
     max_shard_size: SizeString = "5GB"
     """Largest weight shard."""
-    verify: VerifySpec = VerifySpec()
+    verify: VerifySpec = VerifySpec.model_construct()
     """Verification gate."""
 
 

@@ -86,5 +86,5 @@ class ParallelismSpec(ApiModel):
     """Ranks per pod: one per GPU, or the number of CPU ranks."""
     elastic: ElasticSpec | None = None
     """Train on fewer nodes while there are no more. Unset: always on all of `nodes`."""
-    fsdp: FsdpSpec = FsdpSpec()
+    fsdp: FsdpSpec = FsdpSpec.model_construct()
     """Sharding."""

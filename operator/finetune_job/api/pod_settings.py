@@ -4,8 +4,6 @@ Only platform administrators write profiles, so that nothing here is judged but 
 labels, mounts, security, the variables that a container reads) cannot be overridden.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal, Self
 
@@ -183,9 +181,9 @@ class PodSettings(ApiModel):
 class PodsByRole(ApiModel):
     """Settings of pods by role."""
 
-    train: PodSettings = PodSettings()
+    train: PodSettings = PodSettings.model_construct()
     """Of training pods, the only ones with accelerators."""
-    cpu: PodSettings = PodSettings()
+    cpu: PodSettings = PodSettings.model_construct()
     """Of the pods of every other role that has no entry of its own below."""
     fetch: PodSettings | None = None
     """Of the pod that copies model and data to the workspace. Unset: as `cpu`."""

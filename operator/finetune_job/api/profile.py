@@ -1,7 +1,5 @@
 """The FineTuneProfile: images, resources and limits that administrators set, and which addresses a profile allows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -76,15 +74,15 @@ class GpuResource(ApiModel):
 class Resources(ApiModel):
     """Resources by role."""
 
-    fetch: TransferResources = TransferResources()
+    fetch: TransferResources = TransferResources.model_construct()
     """CPU pod that copies model and data to the workspace."""
-    preflight: PreflightResources = PreflightResources()
+    preflight: PreflightResources = PreflightResources.model_construct()
     """CPU pod that checks model, data and settings."""
-    train: TrainResources = TrainResources()
+    train: TrainResources = TrainResources.model_construct()
     """Training pod; GPUs come on top."""
-    merge: MergeResources = MergeResources()
+    merge: MergeResources = MergeResources.model_construct()
     """CPU pod that merges and verifies."""
-    publish: TransferResources = TransferResources()
+    publish: TransferResources = TransferResources.model_construct()
     """CPU pod that copies the results to a destination outside the cluster."""
 
 
@@ -197,7 +195,7 @@ class NetworkSettings(ApiModel):
     """Namespaces, besides the operator's, whose pods may read the metrics of rank 0, such as that of Prometheus."""
     destinations: Annotated[list[NetworkDestination], Field(max_length=64)] = Field(default_factory=list)
     """What fetch and publish may reach besides public addresses."""
-    dns: DnsServers = DnsServers()
+    dns: DnsServers = DnsServers.model_construct()
     """DNS servers that the pods may ask. If both lists are empty, the pods may send to the ports of any address."""
 
 
@@ -226,7 +224,7 @@ class FineTuneProfileSpec(ApiModel):
     """Trainer image, by digest in production."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     """When the image is pulled."""
-    resources: Resources = Resources()
+    resources: Resources = Resources.model_construct()
     """Resources by role."""
     scratch_storage: Quantity = "8Gi"
     """Size limit of /tmp in each pod, which is on the node's disk. Pods that wait in no queue ask for as much ephemeral
@@ -247,28 +245,28 @@ class FineTuneProfileSpec(ApiModel):
     """Further groups of the pods, such as those that own the files of a shared file system."""
     node_selector: NodeLabels | None = None
     """Node labels that training pods need, in addition to those of `pods.train.nodeSelector`."""
-    pods: PodsByRole = PodsByRole()
+    pods: PodsByRole = PodsByRole.model_construct()
     """Where pods run and in which queues they wait, by role: tolerations, affinity, scheduler, priority, queue and more."""
-    elastic: ElasticSettings = ElasticSettings()
+    elastic: ElasticSettings = ElasticSettings.model_construct()
     """When elastic jobs take fewer nodes, and when they ask for more."""
-    kueue: KueueSettings = KueueSettings()
+    kueue: KueueSettings = KueueSettings.model_construct()
     """What Kueue is told of training Jobs beyond their queue."""
     image_pull_secrets: Annotated[list[SecretReference], Field(max_length=8)] | None = None
     """Secrets of the job's namespace with which the trainer image is pulled."""
     allowed_namespaces: Annotated[list[NamespacePattern], Field(max_length=256)] | None = None
     """Namespaces whose jobs may name this profile; `team-*` are all that begin with `team-`. Unset: all; empty: none."""
-    limits: JobLimits = JobLimits()
+    limits: JobLimits = JobLimits.model_construct()
     """The most that one job may ask for."""
     max_active_jobs: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """How many jobs of one namespace may be active at a time; the others wait, the oldest first. Unset: no limit."""
     force_delete_pods_of_lost_nodes: bool = False
     """Whether pods on a node that stopped answering are deleted by force, so that the next attempt can start. Only if the
     platform makes sure that such a node no longer writes to the workspace: the old rank may still run."""
-    fetch: FetchSettings = FetchSettings()
+    fetch: FetchSettings = FetchSettings.model_construct()
     """Ways out of the cluster for `hf://` and `s3://` sources."""
-    publish: PublishSettings = PublishSettings()
+    publish: PublishSettings = PublishSettings.model_construct()
     """Ways out of the cluster for `hf://`, `s3://` and `oci://` destinations."""
-    network: NetworkSettings = NetworkSettings()
+    network: NetworkSettings = NetworkSettings.model_construct()
     """What the pods of a run may reach, and who may reach them."""
     ca_bundle: CaBundle | None = None
     """What fetch and publish trust when they speak TLS, in place of the public authorities of the image: all that the Hub, the

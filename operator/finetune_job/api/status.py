@@ -1,7 +1,5 @@
 """`status`: what the operator reports. Written by the operator alone, in one write per pass."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
@@ -141,10 +139,10 @@ class Restarts(StatusModel):
 class RoleRestarts(StatusModel):
     """Restarts of the roles other than training, each with a budget of its own."""
 
-    fetch: Restarts = Restarts()
-    preflight: Restarts = Restarts()
-    merge: Restarts = Restarts()
-    publish: Restarts = Restarts()
+    fetch: Restarts = Restarts.model_construct()
+    preflight: Restarts = Restarts.model_construct()
+    merge: Restarts = Restarts.model_construct()
+    publish: Restarts = Restarts.model_construct()
 
 
 class ProgressStatus(StatusModel):
@@ -199,9 +197,9 @@ class FineTuneJobStatus(StatusModel):
     """Pods of the current attempt of an elastic gang. Unset: `parallelism.nodes`."""
     attempts: list[Attempt] = Field(default_factory=list, max_length=64)
     """The latest attempts of all roles, oldest first."""
-    restarts: Restarts = Restarts()
+    restarts: Restarts = Restarts.model_construct()
     """Of the gang."""
-    role_restarts: RoleRestarts = RoleRestarts()
+    role_restarts: RoleRestarts = RoleRestarts.model_construct()
     """Of the other roles."""
     progress: ProgressStatus | None = None
     artifacts: list[Artifact] = Field(default_factory=list, max_length=16)

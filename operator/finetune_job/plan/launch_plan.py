@@ -6,8 +6,6 @@ out, so that a value that this release has never heard of cannot stop a run. `Pl
 adds to the placement needs.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, ClassVar, Literal
 
@@ -123,11 +121,11 @@ class PlacedPods(PlacementModel):
     """Pods by role."""
 
     ADDED = frozenset(map(str, Role))
-    fetch: PodPlacement = PodPlacement()
-    preflight: PodPlacement = PodPlacement()
-    train: PodPlacement = PodPlacement()
-    merge: PodPlacement = PodPlacement()
-    publish: PodPlacement = PodPlacement()
+    fetch: PodPlacement = PodPlacement.model_construct()
+    preflight: PodPlacement = PodPlacement.model_construct()
+    train: PodPlacement = PodPlacement.model_construct()
+    merge: PodPlacement = PodPlacement.model_construct()
+    publish: PodPlacement = PodPlacement.model_construct()
 
     def of(self, role: Role) -> PodPlacement:
         """Of one role."""
@@ -159,7 +157,7 @@ class Placement(PlacementModel):
     supplemental_groups: list[int] = Field(default_factory=list)
     node_selector: dict[str, str]
     """Node labels that training pods need, in addition to those of `pods.train`."""
-    pods: PlacedPods = PlacedPods()
+    pods: PlacedPods = PlacedPods.model_construct()
     image_pull_secrets: tuple[str, ...] = ()
     """Secrets with which the trainer image is pulled."""
     queue_during_preflight: bool = False

@@ -1,7 +1,5 @@
 """`data.mapping` as a reader of records needs it: every name resolved. Light, since the processes that prepare data import it."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, ConfigDict
 
 from finetune_job.api.inputs import DataFormat, DataMapping, MappingPreset, TextUnit
@@ -32,7 +30,7 @@ _PAIR = ("prompt", "input", "completion")
 class MappingPlan(BaseModel):
     """Names in the records. The defaults are what the releases without a mapping did."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
     messages: str = "messages"
     role: str = "role"
     content: str = "content"

@@ -6,10 +6,8 @@ its report. Defaults here are what the releases did that had no such field; `res
 those that the user left open.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import model_validator
 
@@ -327,7 +325,7 @@ class RunPlan(LaunchPlan):
             return value in (Attention.SDPA, Attention.VARLEN)
         return choice.field != RESHARDING_FIELD or isinstance(value, bool)
 
-    def with_choices(self, chosen: Iterable[Choice]) -> RunPlan:
+    def with_choices(self, chosen: Iterable[Choice]) -> Self:
         """With values that preflight chose, of what is left open here. Other choices are not looked at."""
         by_field = {choice.field: choice for choice in chosen if self.leaves_open(choice.field)}
         if not by_field:
@@ -343,18 +341,18 @@ class RunPlan(LaunchPlan):
             plan = plan.with_attention(Attention(by_field[ATTENTION_FIELD].value))
         return plan
 
-    def with_attention(self, attention: Attention) -> RunPlan:
+    def with_attention(self, attention: Attention) -> Self:
         """With another attention implementation."""
         return self.model_copy(update={"model": self.model.model_copy(update={"attention": attention})})
 
-    def with_training(self, **values: Any) -> RunPlan:
+    def with_training(self, **values: Any) -> Self:
         """With other values of fields of `TrainingPlan`; the global batch stays what it is."""
         training = self.training.model_copy(update=values)
         at_once = training.micro_batch_size * self.parallelism.world_size
         training = training.model_copy(update={"gradient_accumulation_steps": training.global_batch_size // at_once})
         return self.model_copy(update={"training": training})
 
-    def with_fsdp(self, **values: Any) -> RunPlan:
+    def with_fsdp(self, **values: Any) -> Self:
         """With other values of fields of `FsdpPlan`."""
         fsdp = self.parallelism.fsdp.model_copy(update=values)
         return self.model_copy(update={"parallelism": self.parallelism.model_copy(update={"fsdp": fsdp})})

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from finetune_job.api.base import (
+    ApiModel,
     BucketPath,
     ClaimPath,
     Destination,
@@ -16,6 +17,9 @@ from finetune_job.api.base import (
     parse_destination,
     parse_source,
 )
+from finetune_job.api.job import FineTuneJob
+from finetune_job.api.profile import FineTuneProfile
+from finetune_job.plan.run_plan import RunPlan
 
 
 @pytest.mark.parametrize(
@@ -79,3 +83,16 @@ def test_what_is_no_destination_is_refused(destination):
 def test_the_adapter_s_repository_has_a_name_that_the_hub_takes(name, expected):
     place = HubPath(repository=f"org/{name}", is_dataset=False)
     assert adapter_repository(place) == HubPath(repository=f"org/{expected}", is_dataset=False)
+
+
+def test_a_default_that_is_a_model_is_the_one_that_an_empty_object_gives():
+    """Defaults are not validated when their class is read: that would build every model at every start."""
+    found = 0
+    for model in (FineTuneJob, FineTuneProfile, RunPlan, *ApiModel.__subclasses__()):
+        for name, field in model.model_fields.items():
+            if isinstance(field.default, BaseModel):
+                found += 1
+                empty = type(field.default).model_validate({})
+                assert (model, name, field.default) == (model, name, empty)
+                assert field.default.model_dump() == empty.model_dump()
+    assert found > 20
