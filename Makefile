@@ -155,7 +155,7 @@ bench-operator: environment ## Pace and cost of the operator with JOBS jobs on a
 	$(PYTHON) -m tests.support.cluster.binaries
 	$(PYTHON) -m bench.operator_pace --jobs $(JOBS) --keep-results
 
-.PHONY: bench-merge bench-merge-7b bench-chain bench-trainer bench-gpu gpu-check bench-prepare bench-prepare-memory bench-preflight bench-memory bench-validate bench-starts
+.PHONY: bench-merge bench-merge-7b bench-chain bench-trainer bench-gpu gpu-check bench-prepare bench-prepare-memory bench-preflight bench-memory bench-validate bench-starts bench-spot
 bench-merge: environment ## Merges (Llama 1.1B, Qwen2 0.5B, GPT-2 medium) against PEFT and a plain copy: time and memory, RUNS rounds
 	$(PYTHON) -m bench.merge --pairs $(RUNS)
 	$(PYTHON) -m bench.merge --pairs $(RUNS) --parameters "Qwen2 0.5B"
@@ -176,6 +176,8 @@ bench-validate: environment ## `finetune validate`: milliseconds from process st
 	$(PYTHON) -m bench.validate
 bench-starts: environment ## Seconds of each role of a local run, and from a rank's kill to the next step; fails above its limits
 	$(PYTHON) -m bench.starts
+bench-spot: environment ## An elastic gang on spot nodes next to one of fixed size: hours, node hours, goodput; the cluster is simulated
+	$(PYTHON) -m bench.spot --runs $(RUNS) --keep-results
 bench-gpu: environment ## LoRA of an 8B-class model on a GPU next to TRL; says so where there is none
 	$(PYTHON) -m bench.gpu --runs $(RUNS)
 gpu-check: environment ## What only a GPU can show, in tiers: kernels, methods, resume, calibration, planner, out-of-memory, throughput; on the CPU at toy size
@@ -202,7 +204,7 @@ nightly-pace: environment
 	$(MAKE) bench-operator JOBS=1000
 	$(MAKE) bench-operator JOBS=5000
 nightly-benchmarks: environment
-	$(MAKE) --keep-going bench-starts bench-merge bench-trainer bench-prepare bench-chain bench-gpu RUNS=3
+	$(MAKE) --keep-going bench-starts bench-merge bench-trainer bench-prepare bench-chain bench-spot bench-gpu RUNS=3
 
 .PHONY: clean
 clean: ## Remove what was built here
