@@ -94,6 +94,14 @@ def role_succeeds(world: World, rng: random.Random) -> str | None:
     return str(job["metadata"]["name"])
 
 
+def preparation_succeeds(world: World, rng: random.Random) -> str | None:
+    job = _pick(rng, [one for one in world.batch_jobs_running() if role_of(one) in ("fetch", "preflight")])
+    if job is None:
+        return None
+    world.succeed(job)
+    return str(job["metadata"]["name"])
+
+
 def rank_ends_well(world: World, rng: random.Random) -> str | None:
     pod = _pick(rng, world.nodes.running(lambda pod: "deletionTimestamp" not in pod["metadata"]))
     if pod is None:
@@ -168,7 +176,7 @@ def taint_manager(world: World, rng: random.Random) -> str:
 
 
 def room_changes(world: World, rng: random.Random) -> str:
-    world.nodes.is_full = not world.nodes.is_full and rng.random() < 0.5
+    world.nodes.is_full = not world.nodes.is_full and rng.random() < 0.3
     for node in world.nodes.nodes:
         # Few, often, so that a gang gets some of its nodes and not all.
         node.room = rng.choice([0, 1, 4, 4])
@@ -365,7 +373,9 @@ def progress_is_told(world: World, rng: random.Random) -> str | None:
     job = _pick(rng, world.server.all(JOBS))
     if job is None:
         return None
-    world.tell_progress(job, rng.randrange(11))
+    known = ((job.get("status") or {}).get("progress") or {}).get("step", 0)
+    # The next checkpoint, or whatever a run says that went back to an earlier one.
+    world.tell_progress(job, min(known + 1, 10) if rng.random() < 0.7 else rng.randrange(11))
     return str(job["metadata"]["name"])
 
 
@@ -407,6 +417,16 @@ WEIGHTED: tuple[tuple[int, Step], ...] = (
     (8, nothing),
 )
 STEPS = [step for weight, step in WEIGHTED for _ in range(weight)]
+_MORE = (
+    (60, cluster_works),
+    (60, events_arrive),
+    (30, preparation_succeeds),
+    (30, progress_is_told),
+    (8, room_changes),
+    (8, pod_is_disrupted),
+)
+ELASTIC_STEPS = [*STEPS, *(step for weight, step in _MORE for _ in range(weight))]
+"""Of walks with an elastic gang, which is to live long enough to change its size."""
 QUEUED = {"queueName": "gpus", "startupDeadlineSeconds": 60}
 """The deadline is shorter than many a wait in the queue, which is no start."""
 PAUSES = (0.0, 0.0, 0.01, 0.05, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
@@ -426,19 +446,22 @@ class Outcome:
     phases: Counter[str]
 
 
+def _is_elastic(seed: int) -> bool:
+    return seed % 3 == 0
+
+
 def _world(seed: int, loop: VirtualLoop) -> World:
     rng = random.Random(f"world {seed}")
     world = World(loop, rng)
     run_of_first = {"maxRestarts": rng.choice([0, 1, 3])} | (QUEUED if rng.random() < 0.25 else {})
-    nodes = rng.choice([1, 2, 3])
-    # Three of five gangs of several nodes are elastic.
-    fewest = random.Random(f"elastic {seed}").choice([None, None, *range(1, nodes + 1)]) if nodes > 1 else None
+    is_elastic = _is_elastic(seed)
+    nodes, fewest = (3, rng.choice([1, 1, 2])) if is_elastic else (rng.choice([1, 2, 3]), None)
     manifests = [a_manifest(TEAM, "tune", nodes=nodes, fewest=fewest, elsewhere=rng.random() < 0.5, **run_of_first)]
-    if rng.random() < 0.6:
+    if rng.random() < (0.2 if is_elastic else 0.6):
         manifests.append(a_manifest(TEAM, "second", nodes=rng.choice([1, 2])))
-    if rng.random() < 0.5:
+    if rng.random() < (0.2 if is_elastic else 0.5):
         manifests.append(a_manifest(LAB, "tune", elsewhere=rng.random() < 0.5, ttlSecondsAfterFinished=3600))
-    profile: Document = {"elastic": {"shrinkAfterSeconds": 60, "growAfterSeconds": 60}}
+    profile: Document = {"elastic": {"shrinkAfterSeconds": 30, "growAfterSeconds": 10}}
     if rng.random() < 0.2:
         profile["maxActiveJobs"] = 1
     if rng.random() < 0.2:
@@ -446,6 +469,11 @@ def _world(seed: int, loop: VirtualLoop) -> World:
         profile["forceDeletePodsOfLostNodes"] = world.lost_nodes_are_off = True
     if rng.random() < 0.5:
         profile["kueue"] = {"queueDuringPreflight": True}
+    if is_elastic:
+        # The gang is to find fewer nodes than it asks for.
+        for node in world.nodes.nodes:
+            node.room = 1
+        rng.choice(world.nodes.nodes).room = 0
     world.people_prepare(manifests, profile)
     return world
 
@@ -458,7 +486,7 @@ async def _walk(world: World, seed: int, numbers: Sequence[int], trace: Trace) -
         trace.current = number
         rng = random.Random(zlib.crc32(f"{seed} {number}".encode()))
         world.random.seed(rng.random())
-        step = rng.choice(STEPS)
+        step = rng.choice(ELASTIC_STEPS if _is_elastic(seed) else STEPS)
         said = step(world, rng)
         if said is not None:
             trace.add(number, world.loop.time(), step.__name__, said)
