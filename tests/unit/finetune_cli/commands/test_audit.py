@@ -129,6 +129,18 @@ def test_a_plan_that_its_record_does_not_name_is_not_computed(runs: tuple[RunDir
     assert (code, document["intervals"], [each["rule"] for each in document["findings"]]) == (1, [], ["audit-plan-differs"])
 
 
+def test_a_changed_record_is_found_by_its_digest_and_named_by_its_own_path(
+    runs: tuple[RunDirectory, RunDirectory], tmp_path: Path
+) -> None:
+    place = copied(runs[0], tmp_path)
+    record = place.root.parents[1] / "data/train.jsonl"
+    record.write_bytes(record.read_bytes().replace(b"4", b"5"))
+    code, document = audited(place)
+    (finding,) = document["findings"]
+    assert (code, document["intervals"], finding["rule"]) == (1, [], "audit-data-differs")
+    assert finding["message"] == f"{record} holds other records than were prepared"
+
+
 class CopyingReplay(ForkedReplay):
     """What would come out of the same records and weights, without computing it: what the run has."""
 
