@@ -191,8 +191,16 @@ def _look(run: _Audited, scratch: Path, interruption: Interruption, console: Con
     view = scratch / "claims"
     link_claims(claims_of(run.plan), run.claims, view)
     parts = inspect_run(run.place.plan, run.plan_sha256, view, interruption)
-    run.findings += parts.findings
+    run.findings += [_with_places(finding, view, run.claims) for finding in parts.findings]
     return parts
+
+
+def _with_places(finding: Finding, view: Path, claims: Mapping[str, Path]) -> Finding:
+    """With the directories of claims instead of the links to them, which are removed."""
+    message = finding.message
+    for claim, place in claims.items():
+        message = message.replace(f"{view / claim}/", f"{place}/")
+    return finding.model_copy(update={"message": message})
 
 
 def _ranks(plan: RunPlan, order: AuditOrder, parts: AuditedParts) -> int | None:
