@@ -11,6 +11,7 @@ from finetune_job.api.base import ClaimPath, parse_source
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.pod_settings import quantity_bytes
 from finetune_job.device import product_of
+from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.rule import RuleContext, with_changes
@@ -44,6 +45,8 @@ class JobEstimate:
     name: str
     plan: RunPlan
     verdict: MemoryVerdict
+    precision: str
+    """Element type of matrix products, and why it is that one."""
     pace: StepTime | None
     """Time of an optimizer step."""
     pace_problem: str
@@ -113,6 +116,7 @@ def _estimate_job(verdict: DocumentVerdict, options: EstimateOptions, claims: Pa
             verdict.name,
             plan,
             _with_rule_changes(found, job.spec),
+            _precision(found.plan, files.stored),
             pace,
             problem,
             run_seconds=None if pace is None or steps is None else steps * pace.step_seconds,
@@ -120,6 +124,17 @@ def _estimate_job(verdict: DocumentVerdict, options: EstimateOptions, claims: Pa
         )
     except (UnknownModelError, ValueError) as error:
         raise EstimateError(f"{verdict.name}: {error}") from error
+
+
+def _precision(plan: RunPlan, stored: str) -> str:
+    """stored: element type of the base model's files."""
+    computed = resolve_elements(plan, stored).computed
+    why = "as the base model is stored"
+    if plan.training.precision is not None:
+        why = "spec.training.precision"
+    elif plan.model.dtype is not None:
+        why = "spec.model.dtype"
+    return f"{computed} ({why})" + (", never rounded to TF32" if computed == "float32" else "")
 
 
 def _device_bytes(written: str) -> int:

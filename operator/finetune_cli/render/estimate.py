@@ -8,6 +8,7 @@ from typing import Any
 
 from finetune_cli.checks.estimate import JobEstimate
 from finetune_cli.render.verdicts import choices_text
+from finetune_job.device import device_text
 from finetune_job.rules.rule import changes_text
 from finetune_memory.estimate import Term
 from finetune_memory.limit import format_bytes
@@ -26,6 +27,8 @@ def _job(found: JobEstimate) -> str:
     place = "device" if estimate.host_terms or (limit is not None and limit.is_device) else "host"
     lines = [
         f"{found.name}: {ranks} rank{'s' if ranks > 1 else ''}; {place} memory of one rank, fullest at {estimate.moment}",
+        f"  {device_text(plan)}",
+        f"  matrix products in {found.precision}",
         "",
     ]
     largest = estimate.largest[0].name if estimate.terms else ""
@@ -97,6 +100,7 @@ def estimate_document(found: list[JobEstimate]) -> dict[str, Any]:
             {
                 "name": each.name,
                 "ranks": each.plan.parallelism.world_size,
+                "precision": each.precision,
                 "fits": each.verdict.fits,
                 "total": each.verdict.estimate.total,
                 "limit": None if each.verdict.limit is None else each.verdict.limit.bytes,

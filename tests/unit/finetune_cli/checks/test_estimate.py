@@ -90,6 +90,8 @@ def test_time_and_cost_of_a_run_follow_from_device_and_price(tmp_path: Path, con
     job = a_job().processes_per_node(2).spec("training", {"epochs": 2, "globalBatchSize": 8})
     options = ["estimate", "-f", manifest(tmp_path, job), "--model", str(config), "--profile", str(tmp_path / "profile.yaml")]
     unknown = RUNNER.invoke(app, options).output
+    place = "2 ranks, each on one nvidia.com/gpu of 80Gi, NVIDIA-H100-80GB-HBM3 (profile default)"
+    assert f"  {place}\n  matrix products in bfloat16 (as the base model is stored)\n" in unknown
     assert "Time of a step on NVIDIA-H100-80GB-HBM3, calculated. Assumed: 70% of its published peak" in unknown
     assert "not known  give --tokens" in unknown
     (job_found,) = json.loads(RUNNER.invoke(app, [*options, "--tokens", "10000000", "-o", "json"]).output)["jobs"]
@@ -100,6 +102,10 @@ def test_time_and_cost_of_a_run_follow_from_device_and_price(tmp_path: Path, con
     assert (found["assumed"]["flops"], found["tokensPerSecond"]) == (0.7, pytest.approx(8 * 2048 / found["stepSeconds"]))
     text = RUNNER.invoke(app, [*options, "--tokens", "10000000", "--gpu", "A100"]).output
     assert "Time of a step on A100" in text
+    exact = yaml.safe_dump(job.spec("training.precision", "fp32").document)
+    (told,) = estimate(exact, profile=PRICED, claims=tmp_path, options=EstimateOptions(config))
+    assert told.precision == "float32 (spec.training.precision), never rounded to TF32"
+    assert told.pace_problem.startswith("the job computes in float32")
     assert "device hours; costs " in text
     assert "Time: not calculated, because no peaks of 'V100' are known" in RUNNER.invoke(app, [*options, "--gpu", "V100"]).output
 

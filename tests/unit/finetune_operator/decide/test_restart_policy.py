@@ -40,6 +40,7 @@ UNCOUNTED = {
     "Infrastructure": 50,
     "NodeLost": 50,
     "Rejected": 50,
+    "DeviceFault": 5,
     "ImagePull": 5,
     "Mount": 5,
     "Admission": 5,
