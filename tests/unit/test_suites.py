@@ -59,6 +59,7 @@ def test_short(): ...
 """
 
 
+@pytest.mark.nightly
 def test_tests_for_the_night_and_skipped_ones_are_noted_once_by_two_workers(tmp_path: Path) -> None:
     test = tmp_path / "test_all.py"
     test.write_text(NIGHT_AND_DAY)

@@ -87,7 +87,7 @@ def with_everything_elsewhere(job: JobBuilder) -> JobBuilder:
     return job.spec("data.source", "s3://bucket/train.jsonl").spec("output.destination", "oci://registry.example/team/tuned:v1")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(90, 400), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(numbers=st.lists(st.integers(0, 100 * len(EVENTS)), max_size=150), nodes=st.sampled_from([1, 3]))
 def test_every_walk_keeps_the_invariants_and_comes_to_rest(numbers: list[int], nodes: int) -> None:
     cluster = a_cluster(nodes)

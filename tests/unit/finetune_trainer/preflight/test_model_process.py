@@ -1,4 +1,7 @@
-"""The process that prepares data does without torch: the model is looked at in another one, with the same answer."""
+"""The process that prepares data does without torch: the model is looked at in another one, with the same answer.
+
+Here that one is a fork; tests/unit/finetune_trainer/roles/test_rehearse.py starts it.
+"""
 
 import fcntl
 import os
@@ -20,20 +23,6 @@ from finetune_trainer.processes import sandbox
 from finetune_trainer.roles import rehearse
 from finetune_trainer.roles.rehearse import ModelProcess
 from tests.support.forked_ranks import run_processes
-
-
-def test_the_other_process_finds_the_same_and_ends_with_its_commands(context, model):
-    """With its libraries imported it has one thread, and nothing that it does sees a device: a fork copies neither."""
-    expected = check_model(context().plan, model)
-    with ModelProcess(context()) as process, Path(os.devnull).open("wb") as nothing:
-        assert process.check() == expected
-        place = Path(f"/proc/{process._child.pid}")
-        assert len(list((place / "task").iterdir())) == 1
-        variables = (place / "environ").read_text().split("\0")
-        assert {"CUDA_VISIBLE_DEVICES=", "OMP_NUM_THREADS=1"} <= set(variables)
-        os.dup2(nothing.fileno(), process._commands)
-        assert process._child.wait(120.0) == 0
-    assert expected[0].trainable
 
 
 def forked(context, work=None):
@@ -66,6 +55,9 @@ def _fork(context, work, answer):
             found = process.check()
         except ModelCheckError as error:
             found = error
+        with Path(os.devnull).open("wb") as nothing:
+            os.dup2(nothing.fileno(), process._commands)
+        assert process._child.wait(120.0) == 0, "it ends when nobody can tell it anything any more"
     answer.write_bytes(pickle.dumps(found))
 
 

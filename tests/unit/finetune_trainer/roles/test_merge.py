@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,25 @@ BASE_FILES = {
 }
 
 
-def trained(claims: Path, **changes: dict[str, Any]) -> RunContext:
+Trained = Callable[..., RunContext]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """(claims, changes of the spec) -> a run in these claims, copied from one that was trained for all."""
+    made: dict[str, RunContext] = {}
+
+    def copied(claims: Path, **changes: dict[str, Any]) -> RunContext:
+        key = json.dumps(changes, sort_keys=True)
+        if key not in made:
+            made[key] = train(tmp_path_factory.mktemp("trained"), **changes)
+        shutil.copytree(made[key].claims_root, claims, dirs_exist_ok=True)
+        return replace(made[key], claims_root=claims)
+
+    return copied
+
+
+def train(claims: Path, **changes: dict[str, Any]) -> RunContext:
     spec = tiny_spec(training={"maxSteps": 2, "microBatchSize": 4}, parallelism={"processesPerNode": 1}, **changes)
     context = run_context(claims, spec)
     for name, text in BASE_FILES.items():
@@ -83,7 +102,7 @@ def names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-def test_adapter_and_verified_model_are_published_and_a_second_run_changes_nothing(tmp_path: Path) -> None:
+def test_adapter_and_verified_model_are_published_and_a_second_run_changes_nothing(trained: Trained, tmp_path: Path) -> None:
     context = trained(tmp_path)
     code, report = run_merge(context)
     assert (code, report.outcome) == (0, Outcome.SUCCEEDED)
@@ -94,7 +113,7 @@ def test_adapter_and_verified_model_are_published_and_a_second_run_changes_nothi
     assert json.loads(context.output.verification.read_text())["passed"] is True
     settings = json.loads((context.output.adapter / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == "pvc://models/tiny"
-    assert str(tmp_path) not in (context.output.adapter / "adapter_config.json").read_text()
+    assert str(tmp_path.parent) not in (context.output.adapter / "adapter_config.json").read_text()
     before = content(context.output.root)
     again, second = run_merge(context)
     assert again == 0
@@ -112,7 +131,7 @@ def test_adapter_and_verified_model_are_published_and_a_second_run_changes_nothi
         assert (directory / "COPYING.txt").read_text() == "more terms"
 
 
-def test_a_base_that_changed_after_preflight_is_found(tmp_path: Path) -> None:
+def test_a_base_that_changed_after_preflight_is_found(trained: Trained, tmp_path: Path) -> None:
     context = trained(tmp_path)
     report = model_report(context).model_copy(update={"model_files": file_digests(context.base_model)})
     context.workspace.model_report.write_text(report.model_dump_json())
@@ -127,7 +146,7 @@ def test_a_base_that_changed_after_preflight_is_found(tmp_path: Path) -> None:
     assert "merged.quarantined" in names(context.output.root)
 
 
-def test_a_model_that_fails_its_verification_is_quarantined(tmp_path: Path) -> None:
+def test_a_model_that_fails_its_verification_is_quarantined(trained: Trained, tmp_path: Path) -> None:
     context = trained(tmp_path)
     assert run_merge(context)[0] == 0
     path = context.output.merged / "model.safetensors"
@@ -162,7 +181,9 @@ def test_a_model_that_fails_its_verification_is_quarantined(tmp_path: Path) -> N
     ],
     ids=["shared projections", "shared vector", "packed base", "unpacked base"],
 )
-def test_other_methods_and_packed_bases_are_merged_and_verified(changes: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_other_methods_and_packed_bases_are_merged_and_verified(
+    changes: dict[str, dict[str, Any]], trained: Trained, tmp_path: Path
+) -> None:
     context = trained(tmp_path, **changes)
     code, report = run_merge(context)
     assert (code, report.message) == (0, "")
@@ -170,7 +191,7 @@ def test_other_methods_and_packed_bases_are_merged_and_verified(changes: dict[st
     check_sums(context)
 
 
-def test_a_fully_trained_model_is_published_as_it_is(tmp_path: Path) -> None:
+def test_a_fully_trained_model_is_published_as_it_is(trained: Trained, tmp_path: Path) -> None:
     context = trained(tmp_path, method={"type": "Full", "lora": None})
     code, report = run_merge(context)
     assert code == 0
@@ -184,7 +205,7 @@ def test_a_fully_trained_model_is_published_as_it_is(tmp_path: Path) -> None:
     )
 
 
-def test_without_merging_the_adapter_alone_is_published(tmp_path: Path) -> None:
+def test_without_merging_the_adapter_alone_is_published(trained: Trained, tmp_path: Path) -> None:
     context = trained(tmp_path, merge={"enabled": False})
     assert run_merge(context)[0] == 0
     assert names(context.output.root) == {"adapter", *RELEASED}
@@ -192,7 +213,7 @@ def test_without_merging_the_adapter_alone_is_published(tmp_path: Path) -> None:
     check_sums(context)
 
 
-def test_the_merged_model_alone_is_released_where_the_adapter_is_not_wanted(tmp_path: Path) -> None:
+def test_the_merged_model_alone_is_released_where_the_adapter_is_not_wanted(trained: Trained, tmp_path: Path) -> None:
     context = trained(tmp_path, output={"destination": "hf://team/tiny", "adapter": False})
     code, report = run_merge(context)
     assert code == 0
@@ -214,7 +235,7 @@ STEPS = {
 
 
 def test_a_run_that_ends_anywhere_is_not_taken_for_complete_and_the_next_one_completes_it(
-    tmp_path: Path, monkeypatch: Any
+    trained: Trained, tmp_path: Path, monkeypatch: Any
 ) -> None:
     context = trained(tmp_path)
     for target in STEPS.values():
@@ -234,7 +255,7 @@ def test_a_run_that_ends_anywhere_is_not_taken_for_complete_and_the_next_one_com
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing"])
-def test_a_damaged_adapter_is_not_published(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_adapter_is_not_published(trained: Trained, tmp_path: Path, damage: str) -> None:
     context = trained(tmp_path)
     path = context.workspace.adapter / "adapter_model.safetensors"
     if damage == "missing":

@@ -198,10 +198,19 @@ def test_an_accepted_job_is_rehearsed_and_nothing_is_left(context: Any, monkeypa
     assert not list(job.workspace.root.glob("rehearsal*"))
 
 
-def test_a_rehearsal_that_is_ended_leaves_neither_processes_nor_files(context: Any) -> None:
+def test_a_started_process_finds_the_same_and_one_that_is_ended_leaves_neither_processes_nor_files(
+    context: Any, model: Path
+) -> None:
+    """With its libraries imported it has one thread, and nothing that it does sees a device: a fork copies neither."""
     before = psutil.Process().children(recursive=True)
     job = context({"preflight.rehearsal": "Run"})
+    expected = preflight.check_model(job.plan, model)
     with process.ModelProcess(job) as running:
+        assert running.check() == expected
+        place = Path(f"/proc/{running._child.pid}")
+        assert len(list((place / "task").iterdir())) == 1
+        variables = (place / "environ").read_text().split("\0")
+        assert {"CUDA_VISIBLE_DEVICES=", "OMP_NUM_THREADS=1"} <= set(variables)
         running.begin_rehearsal()
         ranks = ("undisturbed", "killed")
         while not any((scratch / name).exists() for scratch in job.workspace.root.glob("rehearsal.tmp-*") for name in ranks):
@@ -210,6 +219,8 @@ def test_a_rehearsal_that_is_ended_leaves_neither_processes_nor_files(context: A
     assert not list(job.workspace.root.glob("rehearsal*"))
     psutil.wait_procs(family, timeout=10)
     assert [each for each in living(family) if each not in before] == []
+    assert expected[0] is not None
+    assert expected[0].trainable
 
 
 def test_a_skipped_rehearsal_is_recorded(context: Any) -> None:

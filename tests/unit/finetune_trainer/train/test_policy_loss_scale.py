@@ -167,7 +167,8 @@ def test_gradients_that_are_not_finite_by_themselves_end_the_run(tmp_path: Path,
 @pytest.mark.parametrize("version", [1, 2])
 def test_all_ranks_do_a_step_again_where_gradients_of_one_overflow(tmp_path: Path, version: int) -> None:
     """And a run that is killed after it, and resumed, ends with the same bytes, factor included."""
-    spec = tiny_spec(**FLOAT16, parallelism={"fsdp": {"version": version}})
+    lora = {"r": 4, "targetModules": ["q_proj", "v_proj"]}
+    spec = tiny_spec(**{**FLOAT16, "method": {"lora": lora}}, parallelism={"fsdp": {"version": version}})
     contexts = [run_context(tmp_path / name, spec, dtype=torch.float16) for name in ("undisturbed", "killed")]
     assert run_gang(contexts[0], [Overflow()]) == [0, 0]
     run_gang(contexts[1], [Overflow(), Fault("train.step:optimizer_step", call=5, rank=1)])
