@@ -3,8 +3,9 @@
 import gc
 import os
 import sys
-from types import ModuleType
 from typing import TYPE_CHECKING
+
+from finetune_job.plugins import leave_out_plugins
 
 if TYPE_CHECKING:
     from typer import Typer
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Run the verb that the command line names."""
-    _leave_out_plugins()
+    leave_out_plugins()
     # What is loaded lives as long as the process: collections would go through it in vain, while it is loaded and at the end.
     gc.disable()
     from finetune_cli.app import COMPLETION, app
@@ -27,13 +28,6 @@ def main() -> None:
     else:
         _keep_only(app, sys.argv[1] if len(sys.argv) > 1 else "")
     app()
-
-
-def _leave_out_plugins() -> None:
-    """Plugins of pydantic: its loader imports the reader of distributions, and reads all of them; nothing here uses plugins."""
-    loader = ModuleType("pydantic.plugin._loader")
-    loader.get_plugins = tuple  # type: ignore[attr-defined]
-    sys.modules.setdefault(loader.__name__, loader)
 
 
 def _keep_only(app: "Typer", verb: str) -> None:

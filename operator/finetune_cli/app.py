@@ -272,7 +272,7 @@ def _with_records(report: Report, claims: Path, claim: list[str], *, is_given: b
     from finetune_cli.local.claims import parse_claims
 
     with errors_told():
-        return with_records(report, claims, parse_claims(claim), is_given=is_given)
+        return with_records(report, claims, parse_claims(claim), lambda said: typer.echo(said, err=True), is_given=is_given)
 
 
 def _fix(files: list[tuple[str, str]], profile: str | None) -> ExitCode:

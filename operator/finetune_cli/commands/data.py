@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,17 +35,21 @@ def look_at(manifest: str, claims: Path, claim_paths: Mapping[str, Path], *, sho
     return look(plan, directories, shown=shown, limit=limit)
 
 
-def with_records(report: Report, claims: Path, claim_paths: Mapping[str, Path], *, is_given: bool) -> Report:
+def with_records(
+    report: Report, claims: Path, claim_paths: Mapping[str, Path], say: Callable[[str], None], *, is_given: bool
+) -> Report:
     """With what the first records of accepted jobs show, as far as they are on this machine. is_given: the user said where the
-    claims are, so that what they lack is a finding; else nothing that is missing is. Raises LocalError, if that is said.
+    claims are, so that what they lack is a finding; else nothing that is missing is, and records that cannot be looked at are
+    told with `say`. Raises LocalError, if it is said where the claims are.
     """
     verdicts = []
     for verdict in report.verdicts:
         try:
             verdicts.append(_with_records(verdict, claims, claim_paths, is_given))
-        except LocalError:
+        except LocalError as error:
             if is_given:
                 raise
+            say(f"{verdict.name}: judged without its first records: {error}")
             verdicts.append(verdict)
     return Report(tuple(verdicts))
 

@@ -23,7 +23,10 @@ FIRST_JUDGED = 100
 """Of each source that a command looks at before it does its own work."""
 SECONDS = 120.0
 """A chat template of a user's may take any time."""
-_PROGRAM = "finetune_trainer.roles.look"
+_PROGRAM = (
+    "from finetune_job.plugins import leave_out_plugins; leave_out_plugins(); "
+    "import sys; from finetune_trainer.roles.look import main; sys.exit(main())"
+)
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,11 @@ def _places(plan: RunPlan, root: Path) -> dict[str, Any]:
 
 
 def _answer(order: Mapping[str, Any]) -> Look:
-    # Looking for plugins of pydantic reads the metadata of every installed distribution.
-    options: dict[str, Any] = {"capture_output": True, "env": {**os.environ, "PYDANTIC_DISABLE_PLUGINS": "__all__"}}
     try:
         process = subprocess.run(
-            [sys.executable, "-m", _PROGRAM], input=json.dumps(order).encode(), timeout=SECONDS, check=False, **options
-        )
+            [sys.executable, "-c", _PROGRAM],
+            input=json.dumps(order).encode(), capture_output=True, timeout=SECONDS, check=False,
+        )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise LocalError(f"the first records of the job take more than {SECONDS:g} s to look at", ExitCode.FAILED) from error
     if process.returncode != 0:

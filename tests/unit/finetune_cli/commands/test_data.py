@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from finetune_cli.commands.data import look_at
+from finetune_cli.checks.validate import validate
+from finetune_cli.commands.data import look_at, with_records
+from finetune_cli.exit_codes import LocalError
 from finetune_cli.local.look import Look
 from finetune_cli.render.data import look_text
 from tests.support.processor import ALLOWED_SECONDS, run_timed, slowness
@@ -216,3 +218,16 @@ def test_what_a_library_prints_does_not_spoil_the_answer():
     done = subprocess.run([sys.executable, "-c", program], input=order, capture_output=True, timeout=60, check=True)
     assert done.stdout == b'{"said": 1}'
     assert done.stderr == b"printed\nwritten"
+
+
+def test_validate_says_that_records_were_not_looked_at(claims, monkeypatch):
+    """As from an archive of the plugin, which holds nothing that reads records."""
+    monkeypatch.setattr("finetune_cli.local.look._PROGRAM", "import no_such_reader")
+    said: list[str] = []
+    report = validate(manifest())
+    assert with_records(report, claims, {}, said.append, is_given=False) == report
+    (line,) = said
+    assert line.startswith("tuned: judged without its first records: the records cannot be looked at")
+    assert line.endswith("install finetune-operator[trainer,cli]")
+    with pytest.raises(LocalError, match="install finetune-operator"):
+        with_records(report, claims, {}, said.append, is_given=True)

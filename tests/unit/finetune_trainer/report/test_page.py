@@ -147,7 +147,7 @@ def page(made: tuple[RunFacts, Timeline]) -> Page:
         f"hf://datasets/maker/records/train at {'d' * 40} train 1 30 2 not counted 4,321 1,234",
         "12 sequences with 4,321 tokens in one pass",
         "up to 1 2 9 to 16 7 17 to 32 14",
-        "chat-words-left-out a message Fix: a fix",
+        "chat-words-left-out : a message; fix: a fix",
         "11 tensors that the adapter does not touch are those of the base byte for byte; 28 that it changes",
         "same most likely token 99.0000% at least 97.00%",
         "vllm serve ./merged",
