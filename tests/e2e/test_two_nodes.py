@@ -32,13 +32,15 @@ def test_it_comes_out_as_expected(stack: Stack, case: Case) -> None:
 
 
 STEPS = 90
+TRAINING = {"globalBatchSize": 32, "learningRate": "1e-3", "reduction": "Ordered"}
 GANG, REFERENCE = "elastic", "elastic-undisturbed"
 
 
 def _ordered(nodes: int, processes: int, **elastic: int) -> dict[str, Any]:
     """Two virtual ranks, long enough for a node to go and to come back."""
     return {
-        "training": {"maxSteps": STEPS, "globalBatchSize": 32, "learningRate": "1e-3", "reduction": "Ordered"},
+        # Preflight would choose by the memory of a rank, of which the two jobs have different shares.
+        "training": TRAINING | {"maxSteps": STEPS, "microBatchSize": 8, "activationCheckpointing": "None"},
         "method": {"type": "LoRA", "lora": {"r": 8, "loraDropout": "0.1"}},
         "parallelism": {"nodes": nodes, "processesPerNode": processes, **({"elastic": elastic} if elastic else {})},
         "checkpoint": {"everySteps": 5},
