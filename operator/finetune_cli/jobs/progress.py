@@ -109,7 +109,7 @@ def seconds_between(start: str, end: str, now: datetime) -> float | None:
 def device_seconds(job: SeenJob, now: datetime) -> float:
     """That its training pods held, from when all had a node."""
     return sum(
-        (seconds_between(each.scheduled_time or each.start_time, each.end_time, now) or 0.0) * job.num_ranks
+        (seconds_between(each.scheduled_time or each.start_time, each.end_time, now) or 0.0) * (each.ranks or job.num_ranks)
         for each in job.attempts_of(Role.TRAIN)
         if each.scheduled_time or each.running_time
     )

@@ -86,10 +86,13 @@ def grows(
     """Whether a running gang is to be stopped to ask for all nodes: long enough after it began, when a checkpoint has just become
     complete, and not if it would be done within the same time.
 
-    attempts: of the job, the running one last. told: the latest progress. before: what status had before.
+    attempts: of the job, the running one last, once it is recorded. told: the latest progress of that one. before: what status
+    had before.
     """
     running = _training(attempts)
-    if limits.grow_after is None or nodes >= limits.most or not running or told is None or told.checkpoint_step is None:
+    if limits.grow_after is None or nodes >= limits.most or told is None or told.checkpoint_step is None:
+        return False
+    if not running or running[-1].number != told.attempt:
         return False
     known = before.checkpoint_step if before is not None else None
     if known is None or told.checkpoint_step <= known:

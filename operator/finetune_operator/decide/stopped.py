@@ -109,7 +109,7 @@ def start_next_attempt(observed: Observed, result: PassResult, role: Role) -> bo
         **{ATTEMPT_FIELD[role]: attempt + 1},
         **with_restarts(job.status, role, Restarts()),
         retry_handled=job.spec.run.retry,
-        gang_nodes=None,
+        gang_nodes=None if role is Role.TRAIN else job.status.gang_nodes,
         findings=_warnings(observed),
     )
     result.condition(CONDITION[role], None, Reason.RESTARTING, said)

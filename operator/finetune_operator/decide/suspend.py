@@ -7,6 +7,7 @@ attempt, is deleted. So to continue is nothing but to create the Job of the curr
 from __future__ import annotations
 
 from finetune_job.conditions import find_condition
+from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.attempts import AttemptEnd, closed
 from finetune_operator.decide.blocked import delete_earlier_attempts
@@ -26,8 +27,10 @@ def suspend(observed: Observed, result: PassResult) -> None:
     batch_job = observed.batch_job(role, attempt)
     if batch_job is not None and not ends_by_itself(batch_job, observed.pods_of(role, attempt)):
         result.set(attempts=closed(status, role, attempt, AttemptEnd("Suspended", result.now)))
-        # An elastic gang asks for all nodes when it continues.
-        result.set(**{ATTEMPT_FIELD[role]: attempt + 1}, gang_nodes=None)
+        result.set(**{ATTEMPT_FIELD[role]: attempt + 1})
+        if role is Role.TRAIN:
+            # An elastic gang asks for all nodes when it continues.
+            result.set(gang_nodes=None)
         result.condition(CONDITION[role], None, Reason.SUSPENDED_BY_USER, message)
         result.delete(batch_job)
         result.emit("Normal", Reason.SUSPENDED_BY_USER, f"Attempt {attempt} of {role} is stopped; {message}")

@@ -78,6 +78,10 @@ def test_a_stage_lasts_from_its_first_attempt_to_its_last() -> None:
 def test_device_hours_are_counted_from_when_the_pods_had_nodes() -> None:
     assert device_seconds(seen_job(objects.SUCCEEDED), objects.NOW) == 3600 * 8
     assert device_seconds(seen_job(objects.WAITING), objects.NOW) == 0
+    smaller = copy.deepcopy(objects.SUCCEEDED)
+    for attempt in smaller["status"]["attempts"]:
+        attempt["ranks"] = 2
+    assert device_seconds(seen_job(smaller), objects.NOW) == 3600 * 2
     jobs = [seen_job(each) for each in (objects.SUCCEEDED, objects.FAILED, objects.job("other", None, profile="cpu"))]
     (row,) = usage_of_jobs(jobs, lambda job: job.team, {"default": 2.0}, objects.NOW)
     assert (row.name, row.jobs, round(row.gpu_hours, 3), row.cost) == ("vision", 2, 9.867, pytest.approx(19.733, abs=1e-3))

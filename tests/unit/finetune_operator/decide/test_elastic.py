@@ -164,6 +164,7 @@ GROWN = Attempt(number=0, outcome="Resized", running_time=timestamp(after(-5000)
         ("it is nearly done", growing(told=TOLD.model_copy(update={"seconds_left": 500.0})), T0),
         ("all nodes could not be had before", growing(attempts=(NEVER_RAN, SMALL)), T0),
         ("it has all nodes", growing(nodes=4), T0),
+        ("its attempt is not recorded yet", growing(attempts=(SMALL.model_copy(update={"number": 0}),)), T0),
         ("a queue gave it what it has", growing(elastic(pods={"train": {"queueName": "gpus"}})), T0),
     ],
 )
@@ -185,6 +186,11 @@ def test_each_time_that_nodes_could_not_be_had_the_next_try_is_later(tries: int,
 def test_a_job_that_was_suspended_asks_for_all_nodes_again() -> None:
     seen = growing(elastic().run(suspend=True))
     assert written(reconcile(seen.build(), T0)).gang_nodes is None
+
+
+def test_the_size_of_a_gang_that_is_done_stays_in_status_when_a_later_role_is_suspended() -> None:
+    seen = observing(elastic().run(suspend=True)).trained().with_status(gang_nodes=2).batch_job().running()
+    assert written(reconcile(seen.build(), T0)).gang_nodes == 2
 
 
 def test_a_running_gang_says_on_how_many_nodes_and_its_attempt_keeps_the_world_size() -> None:
