@@ -20,9 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from finetune_job.names import API_VERSION, JOB_KIND
 from finetune_operator.cluster.access import load_configuration
-from finetune_operator.cluster.answers import ApiError, ApiUnreachableError, Document
+from finetune_operator.cluster.answers import ApiError, ApiUnreachableError, Document, read_at_most
 from finetune_operator.cluster.api import Api
-from finetune_operator.cluster.bounded_read import read_at_most
 from finetune_operator.cluster.kinds import JOBS
 
 CLAIM = "finetune-test"

@@ -112,7 +112,6 @@ COVERED_BY = {
     "finetune_trainer/preflight/checks.py": "finetune_trainer/preflight/test_refused_jobs.py",
     "finetune_trainer/preflight/places.py": "finetune_trainer/preflight/test_refused_jobs.py",
     "finetune_trainer/preflight/library_errors.py": "finetune_trainer/preflight/test_refused_jobs.py",
-    "finetune_trainer/preflight/memory.py": "finetune_memory/test_describe_in_preflight.py",
     "finetune_trainer/preflight/model_checks.py": "finetune_trainer/preflight/test_refused_jobs.py",
     "finetune_trainer/preflight/model_inspection.py": "finetune_trainer/preflight/test_task.py",
     "finetune_trainer/preflight/small_model.py": "finetune_trainer/preflight/test_architecture.py",

@@ -1,5 +1,5 @@
 """Answers of the API server, and of what is between us and it: refusals and missing answers as exceptions, Retry-After, the
-JSON.
+JSON, and how much of any server's answer is read.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
+
+from aiohttp import StreamReader
 
 from finetune_operator.cluster.raw_objects import read_json
 
@@ -114,3 +116,15 @@ def refusal_of(verb: str, path: str, code: int, retry_after: float, content: byt
     except (ValueError, AttributeError):
         reason, message = "", content.decode(errors="replace")[:500]
     return ApiError(f"{verb} {path}", code, reason, message, retry_after)
+
+
+async def read_at_most(content: StreamReader, limit: int) -> bytes:
+    """The first `limit` bytes of an answer, or all if there are fewer.
+
+    One `read` of aiohttp gives what has come so far, which may end in the middle of a line.
+    """
+    blocks, size = [], 0
+    while size < limit and (block := await content.read(limit - size)):
+        blocks.append(block)
+        size += len(block)
+    return b"".join(blocks)

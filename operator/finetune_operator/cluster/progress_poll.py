@@ -10,7 +10,7 @@ import aiohttp
 
 from finetune_job.names import OBSERVE_PORT, Role
 from finetune_job.progress import Progress
-from finetune_operator.cluster.bounded_read import read_at_most
+from finetune_operator.cluster.answers import read_at_most
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.gather import Gatherer
 from finetune_operator.cluster.projection import CachedObject

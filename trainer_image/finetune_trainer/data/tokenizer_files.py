@@ -1,14 +1,21 @@
-"""A tokenizer as its files have it, without transformers: as much as tokenize.py and chat.py ask of one.
+"""A tokenizer as its files have it, without transformers, which takes a second of processor time to import: as much as
+tokenize.py and chat.py ask of one, and transformers' renderer of chat templates alone.
 
 For looking at the first records, where a second counts. Text becomes the tokens that tokenizer.json says; what a tokenizer class
-of transformers changes beyond that shows in preflight alone.
+of transformers changes beyond that shows in preflight alone. Templates run in the very sandbox in which training runs them: the
+packages above its module are put in place without running their own code.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
+import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from finetune_trainer.files import open_regular
@@ -17,6 +24,8 @@ _CONFIG, _MAP, _BACKEND = "tokenizer_config.json", "special_tokens_map.json", "t
 _TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _DEFAULT, _TOOL_USE = "default", "tool_use"
+_PACKAGES = ("transformers", "transformers.utils")
+RENDERER = "transformers.utils.chat_template_utils"
 
 
 class TokenizerFilesError(ValueError):
@@ -106,3 +115,40 @@ def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
         except OSError:
             continue
     return found
+
+
+class _Logger(logging.LoggerAdapter[logging.Logger]):
+    """As much of transformers' loggers as the renderer calls."""
+
+    def warning_once(self, message: str) -> None:
+        self.warning(message)
+
+
+def keep_rest_of_transformers_out() -> None:
+    """From here on only modules that are named can be imported of transformers. Does nothing if it is imported already."""
+    if _PACKAGES[0] in sys.modules:
+        return
+    found = importlib.util.find_spec(_PACKAGES[0])
+    if found is None or found.origin is None:
+        return
+    root = Path(found.origin).parent.parent
+    for name in _PACKAGES:
+        package = ModuleType(name)
+        package.__path__ = [str(root.joinpath(*name.split(".")))]
+        sys.modules[name] = package
+
+
+def import_renderer() -> None:
+    """Import the renderer alone: without numpy, whose scalars no record holds, and without the Hub's client and progress bars,
+    which the loggers of transformers load. Both stay importable. Raises ModuleNotFoundError.
+    """
+    numbers, loggers = ModuleType("numpy"), ModuleType("transformers.utils.logging")
+    vars(numbers)["generic"] = type("generic", (), {})
+    vars(loggers)["get_logger"] = lambda name: _Logger(logging.getLogger(name), {})
+    absent = {module.__name__: module for module in (numbers, loggers) if module.__name__ not in sys.modules}
+    sys.modules.update(absent)
+    try:
+        import_module(RENDERER)
+    finally:
+        for name in absent:
+            del sys.modules[name]

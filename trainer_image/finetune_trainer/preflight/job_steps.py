@@ -1,26 +1,49 @@
-"""The steps that fill in a `JobInspection`: files, tokenizer, data and memory, with what is wrong with each.
+"""The steps that fill in a `JobInspection`: storage, files, tokenizer, data and memory, with what is wrong with each.
 
 The structure is looked at by a process that roles/preflight.py starts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from finetune_job.device import large_on_cpu
 from finetune_job.finding import Finding
+from finetune_job.plan.element_types import DTYPE_BYTES
+from finetune_memory.optimizers import FORMS
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.tokenizer import load_checked_tokenizer
 from finetune_trainer.inspection.model_files import inspect_model_files
 from finetune_trainer.observe.trackers import unknown_trackers
 from finetune_trainer.preflight.checks import JobInspection
 from finetune_trainer.preflight.memory import memory_need
+from finetune_trainer.preflight.places import no_room, not_vacant, not_writable
+
+BYTES_PER_VALUE = 4
+"""Of a trained value and of its optimizer state: float32 at most."""
 
 
 def check_trackers(seen: JobInspection) -> Iterable[Finding]:
     """Experiment trackers that the image does not offer."""
     unknown = unknown_trackers(seen.plan)
     return () if unknown is None else (unknown,)
+
+
+def check_storage(seen: JobInspection) -> Iterable[Finding]:
+    """Fill in `storage_is_ready`: can the directories be written, as the user that runs this? Leaves nothing behind."""
+    context = seen.context
+    found = [
+        not_writable("spec.workspace", seen.plan.workspace, context.claims_root),
+        not_writable("spec.output.destination", seen.plan.output, context.claims_root),
+    ]
+    if not context.workspace.adapter.exists():
+        # Once this job has trained, what is at the output is its own.
+        results = (context.output.adapter, context.output.merged)
+        found.append(not_vacant("spec.output.destination", seen.plan.output, results))
+    findings = [finding for finding in found if finding is not None]
+    seen.storage_is_ready = not findings
+    return findings
 
 
 def check_files(seen: JobInspection) -> Iterable[Finding]:
@@ -60,3 +83,29 @@ def check_memory(seen: JobInspection) -> Iterable[Finding]:
     size = None if shape is None else sum(each.numel for each in shape.parameters if not each.is_trained)
     found = (large_on_cpu(seen.plan, size), None if seen.memory is None else seen.memory.finding)
     return [finding for finding in found if finding is not None]
+
+
+def check_room(seen: JobInspection) -> Iterable[Finding]:
+    """Room for what this job has still to write."""
+    plan, context = seen.plan, seen.context
+    trained = sum(math.prod(shape) for shape in seen.known_structure.trainable.values())
+    found = []
+    if not context.workspace.checkpoints.exists():
+        # One checkpoint more than is kept, because the newest is complete before the oldest goes; the best; the trained weights.
+        checkpoints = plan.checkpoint.keep + 1 + plan.evaluation.load_best_model_at_end
+        values = checkpoints * (1 + len(FORMS[plan.training.optimizer].tensors)) + 1
+        needed = values * trained * BYTES_PER_VALUE
+        found.append(no_room("spec.workspace", plan.workspace, context.claims_root, needed, "checkpoints and trained weights"))
+    if not context.workspace.adapter.exists():
+        needed = _merged_bytes(seen) + trained * BYTES_PER_VALUE
+        found.append(no_room("spec.output.destination", plan.output, context.claims_root, needed, "the results"))
+    return [finding for finding in found if finding is not None]
+
+
+def _merged_bytes(seen: JobInspection) -> int:
+    """Of the merged model's weights, in the element type that it is to have."""
+    plan, stored = seen.plan, seen.known_structure.stored_dtype
+    if not plan.merge.enabled:
+        return 0
+    merged = plan.merge.dtype.value if plan.merge.dtype else stored
+    return seen.known_files.weight_bytes * DTYPE_BYTES[merged] // DTYPE_BYTES[stored]

@@ -1,11 +1,14 @@
-"""The real structure as the memory planner reads it, and what the planner says of it. Called by meta_model.py and job_steps.py.
+"""The real structure as the memory planner reads it, what this machine has, and what the planner says of it. Called by
+meta_model.py and job_steps.py.
 
 Nothing here imports torch when it is imported: roles/preflight.py prepares data at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import os
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,15 +16,20 @@ from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import Choice, RunPlan
 from finetune_memory.attention import choose_attention
 from finetune_memory.batches import choose_batches
+from finetune_memory.limit import MemoryLimit
 from finetune_memory.model_shape import Kind, ModelShape, ParameterShape, UnknownModelError, facts_of
-from finetune_memory.verdict import judge_memory, memory_finding, predictor
+from finetune_memory.verdict import judge_memory, limit_of, memory_finding, predictor
 from finetune_trainer.data.prepare import SplitFacts
 from finetune_trainer.inspection.report import ModelStructure
-from finetune_trainer.preflight.this_machine import limit_here
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
+
+DRIVER_SECONDS = 30.0
+"""Of the driver's answer, which takes a tenth of one where the driver is loaded already."""
+# The driver's own program: a library would leave a CUDA context in this process, which its forks cannot use.
+_PROGRAM = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 
 
 @dataclass(frozen=True)
@@ -122,3 +130,26 @@ def memory_need(plan: RunPlan, structure: ModelStructure, splits: Mapping[str, S
         finding=memory_finding(verdict),
         resharding=verdict.resharding,
     )
+
+
+def limit_here(plan: RunPlan) -> MemoryLimit | None:
+    """By the plan's placement; without one, of the smallest GPU that processes of this machine see. None if nothing says."""
+    limit = limit_of(plan)
+    if limit is not None or plan.placement is not None:
+        return limit
+    sizes = _device_mebibytes(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if not sizes:
+        return None
+    return MemoryLimit(min(sizes) * 2**20, is_device=True, source="the smallest GPU of this machine", devices=len(sizes))
+
+
+def _device_mebibytes(visible: str | None) -> Sequence[int]:
+    """Of each GPU. visible: numbers or names of those that may be used; None: all. Empty if there are none."""
+    chosen = () if visible is None else (f"--id={visible.strip()}",)
+    if chosen in (("--id=",), ("--id=-1",)):
+        return ()
+    try:
+        done = subprocess.run([*_PROGRAM, *chosen], capture_output=True, text=True, timeout=DRIVER_SECONDS, check=True)
+        return [int(line) for line in done.stdout.split() if int(line) > 0]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return ()

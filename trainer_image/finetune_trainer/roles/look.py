@@ -34,8 +34,12 @@ from finetune_trainer.data.findings import (
 )
 from finetune_trainer.data.read import NoRecordFilesError, Record, RecordProblem, read_file
 from finetune_trainer.data.source_files import SourceFiles, find_files, find_shared
-from finetune_trainer.data.templates_alone import import_renderer, keep_rest_of_transformers_out
-from finetune_trainer.data.tokenizer_files import FileTokenizer, TokenizerFilesError
+from finetune_trainer.data.tokenizer_files import (
+    FileTokenizer,
+    TokenizerFilesError,
+    import_renderer,
+    keep_rest_of_transformers_out,
+)
 from finetune_trainer.preflight.places import not_vacant, not_writable
 from finetune_trainer.processes.start import die_with, keep_torch_out
 

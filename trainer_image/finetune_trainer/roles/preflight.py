@@ -47,11 +47,12 @@ from finetune_trainer.preflight.job_steps import (
     check_data,
     check_files,
     check_memory,
+    check_room,
+    check_storage,
     check_tokenizer,
     check_trackers,
 )
 from finetune_trainer.preflight.model_process import check_model, computed_first_values
-from finetune_trainer.preflight.storage import check_room, check_storage
 from finetune_trainer.preflight.token_rows import check_token_rows, check_trained_rows
 from finetune_trainer.processes.start import torch_is_kept_out
 from finetune_trainer.rehearsal.verdicts import find_verdict, keep_verdict, rehearsal_key

@@ -15,7 +15,7 @@ from finetune_job.rules.book import evaluate
 from finetune_job.rules.rule import RuleContext
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.read import record_files
-from finetune_trainer.data.splits import split_of
+from finetune_trainer.data.source_files import split_of
 from tests.unit.finetune_job.rules.manifests import applied, manifest
 from tests.unit.finetune_trainer.data.record_files import write
 from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer

@@ -69,7 +69,7 @@ def test_files_that_make_no_tokenizer_are_named(tmp_path):
 
 def test_templates_run_in_the_sandbox_of_training_without_the_rest_of_transformers():
     program = (
-        "import sys; from finetune_trainer.data.templates_alone import import_renderer, keep_rest_of_transformers_out as keep\n"
+        "import sys; from finetune_trainer.data.tokenizer_files import import_renderer, keep_rest_of_transformers_out as keep\n"
         "keep(); keep(); import_renderer(); import_renderer()\n"
         "from transformers.utils.chat_template_utils import render_jinja_template as render\n"
         "print(render(conversations=[[{'role': 'user', 'content': 'q'}]], chat_template='{{ messages[0].content }}')[0])\n"

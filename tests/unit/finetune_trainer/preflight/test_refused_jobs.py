@@ -370,7 +370,7 @@ def test_room_is_for_the_merged_models_own_type(context, model, monkeypatch, dty
     def room(field, location, root, needed, what):
         asked[what] = needed
 
-    monkeypatch.setattr("finetune_trainer.preflight.storage.no_room", room)
+    monkeypatch.setattr("finetune_trainer.preflight.job_steps.no_room", room)
     run(context({"merge.dtype": dtype}))
     whole = asked["the results"]
     run(context({"merge.enabled": False}))

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from finetune_memory.limit import MemoryLimit
-from finetune_trainer.preflight.memory import batches_of
-from finetune_trainer.preflight.this_machine import limit_here
+from finetune_trainer.preflight.memory import batches_of, limit_here
 from tests.support.builders import a_job
 from tests.unit.finetune_memory.jobs import GIB, shape_of
 
