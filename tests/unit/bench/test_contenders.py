@@ -1,6 +1,6 @@
 """The contenders of the training benchmarks run from start to end on a toy, and count the same tokens.
 
-What they measure, a toy cannot show; that the trainer still takes these calls, it does. By night, as the benchmarks themselves.
+What they measure, a toy cannot show; that the trainer still takes these calls, it does.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ def train_on_gpu(name: str, directory: Path, rank: int, ranks: int) -> None:
     (directory / f"figures-{rank}.json").write_text(json.dumps([starts, losses]))
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("name", "world_size"), [("ours", 1), ("ours", 2), ("bare", 1), ("bare", 2)])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [("ours", 2), *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("ours", 1), ("bare", 1), ("bare", 2)))],
+)
 def test_a_contender_trains_all_steps_on_the_tokens_that_are_counted(tmp_path: Path, name: str, world_size: int) -> None:
     assert run_processes([partial(write_workload, tmp_path, "LoRA", world_size)]) == [0]
     work = [partial(train, name, tmp_path, "LoRA", world_size, rank) for rank in range(world_size)]
@@ -73,7 +75,6 @@ def test_a_contender_trains_all_steps_on_the_tokens_that_are_counted(tmp_path: P
         assert figures["distribution"] == "FSDP 2, gathered parameters stay by the choice of the memory plan"
 
 
-@pytest.mark.nightly
 def test_the_gpu_benchmarks_own_contender_is_a_job(tmp_path: Path) -> None:
     """It loads, shards, trains all steps, tells its history, saves and exports."""
     assert run_processes([partial(train_on_gpu, "prepare", tmp_path, 0, 2)]) == [0]

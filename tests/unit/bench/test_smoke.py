@@ -87,7 +87,6 @@ def test_rates_of_training_and_what_makes_them_void(capsys: pytest.CaptureFixtur
     assert "PROBLEM: one" in shown
 
 
-@pytest.mark.nightly
 def test_what_a_gpu_would_show(capfd: pytest.CaptureFixture[str]) -> None:
     from bench.gpu import check
 
@@ -130,7 +129,6 @@ def test_a_tier_that_fails_says_so_and_keeps_its_figures(
     assert check.main(["--toy", "fine"]) == 0
 
 
-@pytest.mark.nightly
 def test_loading_a_packed_base(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(packed_load, "SIZES", {"num_attention_heads": 4, "num_key_value_heads": 2})
     monkeypatch.setattr("sys.argv", ["packed_load", "--ranks", "2", "--layers", "1", "--versions", "2"])
