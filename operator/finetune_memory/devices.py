@@ -23,37 +23,37 @@ class Device:
     """Bytes per second, in one direction, to the other devices of a machine."""
 
 
-_DEVICES: tuple[tuple[str, float, float, float], ...] = (
+_DEVICES: tuple[tuple[re.Pattern[str], float, float, float], ...] = (
     # NVIDIA data sheets give some figures with structured sparsity only; those are halved. Cards without NVLink send over PCIe.
-    (r"GB200", 2.5e15, 8e12, 900e9),
-    (r"B200", 2.25e15, 7.7e12, 900e9),
-    (r"H200 NVL", 835e12, 4.8e12, 64e9),
-    (r"H200", 989e12, 4.8e12, 450e9),
-    (r"H100 PCIe", 756e12, 2.0e12, 64e9),
-    (r"H100 NVL", 835e12, 3.9e12, 64e9),
-    (r"H800", 989e12, 3.35e12, 200e9),
-    (r"H100", 989e12, 3.35e12, 450e9),
-    (r"H20", 148e12, 4.0e12, 450e9),
-    (r"A(100|800) PCIE 40GB", 312e12, 1.555e12, 32e9),
-    (r"A(100|800) (80GB PCIe|PCIE 80GB)", 312e12, 1.935e12, 32e9),
-    (r"A800.* 80GB", 312e12, 2.039e12, 200e9),
-    (r"A100.* 80GB", 312e12, 2.039e12, 300e9),
-    (r"A800", 312e12, 1.555e12, 200e9),
-    (r"A100", 312e12, 1.555e12, 300e9),
-    (r"A40", 149.7e12, 696e9, 32e9),
-    (r"A30", 165e12, 933e9, 32e9),
-    (r"A10G", 70e12, 600e9, 32e9),
-    (r"A10", 125e12, 600e9, 32e9),
-    (r"L40S", 362e12, 864e9, 32e9),
-    (r"L40", 181e12, 864e9, 32e9),
-    (r"L4", 121e12, 300e9, 32e9),
-    (r"RTX A6000", 154.8e12, 768e9, 32e9),
-    (r"RTX 5090", 209.5e12, 1.792e12, 64e9),
-    (r"RTX 4090", 165.2e12, 1.008e12, 32e9),
-    (r"RTX 3090", 71e12, 936e9, 32e9),
+    (re.compile(r"\b(?:GB200)\b"), 2.5e15, 8e12, 900e9),
+    (re.compile(r"\b(?:B200)\b"), 2.25e15, 7.7e12, 900e9),
+    (re.compile(r"\b(?:H200 NVL)\b"), 835e12, 4.8e12, 64e9),
+    (re.compile(r"\b(?:H200)\b"), 989e12, 4.8e12, 450e9),
+    (re.compile(r"\b(?:H100 PCIe)\b"), 756e12, 2.0e12, 64e9),
+    (re.compile(r"\b(?:H100 NVL)\b"), 835e12, 3.9e12, 64e9),
+    (re.compile(r"\b(?:H800)\b"), 989e12, 3.35e12, 200e9),
+    (re.compile(r"\b(?:H100)\b"), 989e12, 3.35e12, 450e9),
+    (re.compile(r"\b(?:H20)\b"), 148e12, 4.0e12, 450e9),
+    (re.compile(r"\b(?:A(100|800) PCIE 40GB)\b"), 312e12, 1.555e12, 32e9),
+    (re.compile(r"\b(?:A(100|800) (80GB PCIe|PCIE 80GB))\b"), 312e12, 1.935e12, 32e9),
+    (re.compile(r"\b(?:A800.* 80GB)\b"), 312e12, 2.039e12, 200e9),
+    (re.compile(r"\b(?:A100.* 80GB)\b"), 312e12, 2.039e12, 300e9),
+    (re.compile(r"\b(?:A800)\b"), 312e12, 1.555e12, 200e9),
+    (re.compile(r"\b(?:A100)\b"), 312e12, 1.555e12, 300e9),
+    (re.compile(r"\b(?:A40)\b"), 149.7e12, 696e9, 32e9),
+    (re.compile(r"\b(?:A30)\b"), 165e12, 933e9, 32e9),
+    (re.compile(r"\b(?:A10G)\b"), 70e12, 600e9, 32e9),
+    (re.compile(r"\b(?:A10)\b"), 125e12, 600e9, 32e9),
+    (re.compile(r"\b(?:L40S)\b"), 362e12, 864e9, 32e9),
+    (re.compile(r"\b(?:L40)\b"), 181e12, 864e9, 32e9),
+    (re.compile(r"\b(?:L4)\b"), 121e12, 300e9, 32e9),
+    (re.compile(r"\b(?:RTX A6000)\b"), 154.8e12, 768e9, 32e9),
+    (re.compile(r"\b(?:RTX 5090)\b"), 209.5e12, 1.792e12, 64e9),
+    (re.compile(r"\b(?:RTX 4090)\b"), 165.2e12, 1.008e12, 32e9),
+    (re.compile(r"\b(?:RTX 3090)\b"), 71e12, 936e9, 32e9),
     # AMD data sheets.
-    (r"MI300X", 1307.4e12, 5.3e12, 448e9),
-    (r"MI325X", 1307.4e12, 6.0e12, 448e9),
+    (re.compile(r"\b(?:MI300X)\b"), 1307.4e12, 5.3e12, 448e9),
+    (re.compile(r"\b(?:MI325X)\b"), 1307.4e12, 6.0e12, 448e9),
 )
 """Words in a device's name -> operations, bytes of its memory and bytes of its link per second; the first that fits."""
 
@@ -87,10 +87,10 @@ def device_of(name: str) -> Device | None:
 
     None for a part of a device and a shared one, too, and for those of notebooks, which bear the same names.
     """
-    words = name.replace("-", " ")
+    words = name.replace("-", " ").replace("_", " ")
     if re.search(r"\b(MIG|Laptop|SHARED)\b", words):
         return None
     for pattern, *peaks in _DEVICES:
-        if re.search(rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])", words):
+        if pattern.search(words):
             return Device(name, *peaks)
     return None
