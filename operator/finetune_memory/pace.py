@@ -100,7 +100,7 @@ def calculated_pace(
     stored: element type of the base model's files. product: name of the device; None: nobody has said.
     """
     if product is None:
-        raise UnknownPaceError(f"nobody has said on which device: {HOW_TO_NAME}")
+        raise UnknownPaceError(f"no GPU is named, and only for GPUs is time calculated: {HOW_TO_NAME}")
     device = device_of(product)
     if device is None:
         raise UnknownPaceError(f"no peaks of {product!r} are known, as of a part of a device: {HOW_TO_NAME}")

@@ -196,7 +196,7 @@ WORD_ANSWERS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "training.optimizer": dict.fromkeys(
         ("adamw8bit", "adamwbnb8bit", "pagedadamw8bit", "pagedadamw32bit", "pagedadamw", "adafactor", "lion", "muon", "galore"),
-        (OptimizerName.ADAMW.value, "8-bit and paged optimizers are not offered: its state is shared among the ranks instead"),
+        (OptimizerName.ADAMW.value, "8-bit and paged optimizers are not offered; the ranks share the state of AdamW instead"),
     ),
     "training.precision": dict.fromkeys(
         ("fp16", "float16", "16", "16mixed", "half"),

@@ -91,12 +91,17 @@ def _attempt_row(attempt: Attempt, now: datetime) -> tuple[str, ...]:
         failure += " (not counted)"
     return (
         f"{attempt.role}-{attempt.number}",
-        attempt.outcome,
+        attempt.outcome + _size(attempt),
         plain(attempt.start_time.removesuffix("Z").replace("T", " "), 20),
         duration_text(seconds),
         failure,
         plain(attempt.message, 60),
     )
+
+
+def _size(attempt: Attempt) -> str:
+    """Of an elastic gang."""
+    return "" if attempt.nodes is None else f" on {attempt.nodes} node{'s' * (attempt.nodes != 1)}"
 
 
 def _clock(moment: datetime | None) -> str:

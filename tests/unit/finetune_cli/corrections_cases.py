@@ -83,8 +83,8 @@ MISTAKES: list[tuple[str, Any, bool, str, dict[str, Any]]] = [
      {M + "attention": "varlen"}),
     (T + "optim", "adamw_torch", CERTAIN, "write spec.training.optimizer: AdamW", {T + "optimizer": "AdamW"}),
     (T + "optimizer", "adamw_8bit", PROPOSED,
-     ("write AdamW: 8-bit and paged optimizers are not offered: its state is shared among "
-     "the ranks instead"), {T + "optimizer": "AdamW"}),
+     ("write AdamW: 8-bit and paged optimizers are not offered; the ranks share the state of "
+     "AdamW instead"), {T + "optimizer": "AdamW"}),
     (T + "precision", "fp16", PROPOSED, "write bf16: it needs no loss scaling, and float16 is not offered",
      {T + "precision": "bf16"}),
     (T + "bf16", True, CERTAIN, "write spec.training.precision: bf16", {T + "precision": "bf16"}),

@@ -120,7 +120,7 @@ def test_the_calculated_example_of_the_page() -> None:
 @pytest.mark.parametrize(
     ("fields", "product", "said"),
     [
-        ({}, None, "nobody has said on which device: give --gpu"),
+        ({}, None, "no GPU is named, and only for GPUs is time calculated: give --gpu"),
         ({}, "Tesla V100", "no peaks of 'Tesla V100' are known"),
         ({"training__precision": "fp32", "model__attention": "sdpa"}, "H100", "computes in float32"),
         ({"parallelism__fsdp__offloadParams": True}, "H100", "offloadParams"),
