@@ -137,13 +137,18 @@ def fork(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="PATH=VALUE, as in training.learningRate=1e-4; may be repeated.")
     ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option("--from", help="Begin with a checkpoint of the job: its step, or newest. Unset: the base model."),
+    ] = None,
     new_name: NewName = None,
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
     """Print the manifest of a new job: the spec of a job with changes, and with a place of its own for the results.
 
-    The new job begins with the base model: a job cannot start from the checkpoint of another one. Exit code: 0 the rules accept
+    With --from it begins with the parameters of a checkpoint, on the same workspace claim; optimizer and schedule begin again.
+    Exit code: 0 the rules accept
     it, 1 they refuse it, 2 no such job or no usable kubeconfig, 3 the cluster did not give it.
     """
     from finetune_cli.cluster.objects import Cluster
@@ -153,7 +158,7 @@ def fork(
 
     with errors_told():
         parsed = [parse_change(each) for each in changes or []]
-        text, report = fork_job(Cluster(context, namespace), name, new_name, parsed)
+        text, report = fork_job(Cluster(context, namespace), name, new_name, parsed, start)
     typer.echo(text, nl=False)
     if any(verdict.findings for verdict in report.verdicts):
         typer.echo(report_text(report), nl=False, err=True)

@@ -4,6 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+def checkpoint_name(step: int) -> str:
+    """Name of the directory of the checkpoint after an optimizer step; names sort like steps."""
+    return f"step-{step:010d}"
+
+
 @dataclass(frozen=True)
 class WorkspaceLayout:
     """Directories of one job under its own folder on the workspace claim."""

@@ -85,6 +85,11 @@ def network_policy_name(job: str, *, ways_out: bool = False) -> str:
     return _shortened(job, "-ways-out" if ways_out else "-run", 63)
 
 
+def workspace_folder(job: str, uid: str) -> str:
+    """Of a job on its workspace claim: another job of the same name finds nothing of it."""
+    return f"{job}-{uid[:8]}"
+
+
 def workspace_claim_name(job: str) -> str:
     """Name of a workspace claim made from the job's template."""
     return _shortened(job, "-workspace", 63)

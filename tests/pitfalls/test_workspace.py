@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.plan.resolve import resolve
 from finetune_operator.children.claims import claims_named_by, workspace_claim
 from finetune_operator.children.frozen_run import Owner
+from finetune_trainer.context import RunContext
 from finetune_trainer.data.read import record_files
+from finetune_trainer.preflight.checks import JobInspection
+from finetune_trainer.preflight.job_steps import check_start
 from tests.pitfalls.manifests import JOB, plans, settled, specs
 from tests.unit.finetune_job.rules.manifests import manifest
 from tests.unit.finetune_trainer.release.example import example
@@ -90,3 +94,17 @@ def test_a_job_reads_its_own_files_as_records(tmp_path: Path, records: dict[str,
         made = example(tmp_path / name, {**records, **workspace}).context
         read.append({path.name for path in record_files(made.claims_root / "data")})
     assert read == [{"a.jsonl", "history.jsonl", "preflight.json", "manifest.json"}, {"a.jsonl"}]
+
+
+@pytest.mark.reproduces("start-needs-named-claim")
+def test_a_claim_that_is_made_for_a_job_holds_no_checkpoint_yet(tmp_path: Path):
+    changes = {CLAIM: None, f"{TEMPLATE}.storage": "10Gi", "training.startFrom": "other-0a1b2c3d/checkpoints/step-0000000100"}
+    wrong, right = plans("start-needs-named-claim", changes)
+    # The claim of the plan is the one that the operator makes, and a claim that was just made is an empty directory.
+    (tmp_path / MADE).mkdir()
+    job = RunContext(plan=wrong, plan_sha256="", claims_root=tmp_path, attempt=0)
+    (finding,) = check_start(JobInspection(job))
+    assert (finding.rule, finding.field) == ("start-not-usable", "spec.training.startFrom")
+    assert wrong.training.start_from is not None
+    assert wrong.training.start_from.claim == MADE
+    assert list(check_start(JobInspection(replace(job, plan=right)))) == []

@@ -27,7 +27,7 @@ from finetune_cli.render.run import LiveView
 from finetune_job.api.training import GradientReduction
 from finetune_job.catalogue.book import audit_finding
 from finetune_job.finding import Finding
-from finetune_job.layout import OutputLayout, WorkspaceLayout
+from finetune_job.layout import OutputLayout, WorkspaceLayout, checkpoint_name
 from finetune_job.names import Role
 from finetune_job.plan.digest import text_sha256
 from finetune_job.plan.run_plan import RunPlan
@@ -296,4 +296,4 @@ def _device_note(parts: AuditedParts, replayed: WorkspaceLayout) -> str:
 
 
 def _directory(step: int) -> str:
-    return f"step-{step:010d}"
+    return checkpoint_name(step)

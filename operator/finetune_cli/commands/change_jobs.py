@@ -16,7 +16,7 @@ from finetune_cli.cluster.errors import ClusterError
 from finetune_cli.cluster.objects import Cluster, Unseen, collection, unless_refused
 from finetune_cli.documents import document_text, objects_of, read_documents
 from finetune_cli.exit_codes import ExitCode, LocalError
-from finetune_cli.jobs.next_manifest import copy_of, fork_of, next_name
+from finetune_cli.jobs.next_manifest import copy_of, fork_of, next_name, start_changes
 from finetune_cli.jobs.seen import SeenJob, seen_job
 from finetune_job.api.job import parse_job
 from finetune_job.api.profile import FineTuneProfileSpec
@@ -25,6 +25,9 @@ from finetune_job.names import API_VERSION, DEFAULT_PROFILE, JOB_KIND, JOB_PLURA
 
 STRICT = {"fieldValidation": "Strict"}
 """A server of another release refuses fields that it does not know, instead of leaving them out without a word."""
+NEWEST = "newest"
+"""The checkpoint that the status of a job names."""
+_STEP_DIGITS = 10
 MOST_CONFLICTS = 5
 """Times that somebody else may change a job between our look and our change."""
 
@@ -189,16 +192,37 @@ def _again(cluster: Cluster, job: SeenJob, new_name: str | None) -> Change:
     return Change(made.job, f"created with the spec of {job.name}; it begins with the base model")
 
 
-def fork(cluster: Cluster, name: str, new_name: str | None, changes: Sequence[FieldChange]) -> tuple[str, Report]:
-    """A manifest made from a job, and what the rules say of it. Raises ClusterError, LocalError."""
+def fork(
+    cluster: Cluster, name: str, new_name: str | None, changes: Sequence[FieldChange], start: str | None = None
+) -> tuple[str, Report]:
+    """A manifest made from a job, and what the rules say of it.
+
+    start: the checkpoint of the job that the new one begins with, by its step or as `newest`; None: the base model.
+    Raises ClusterError, LocalError.
+    """
     job = cluster.job(name)
-    document = fork_of(job.document, new_name or next_name(name, _names(cluster)), changes)
-    head = (
-        f"# From the FineTuneJob {job.title}. It begins with the base model: a job cannot start from the checkpoint of\n"
-        "# another one.\n"
-    )
+    step = None if start is None else _step_of(job, start)
+    first = [] if step is None else start_changes(job.document, step)
+    document = fork_of(job.document, new_name or next_name(name, _names(cluster)), [*first, *changes])
+    head = f"# From the FineTuneJob {job.title}. It begins with the base model.\n"
+    if step is not None:
+        head = (
+            f"# From the FineTuneJob {job.title}. It begins with what that had trained after step {step}; schedule and\n"
+            "# optimizer begin again. The checkpoint has to be there until the new job has saved one of its own.\n"
+        )
     text = head + document_text(document)
     return text, validate_files([(f"fork of {name}", text)], _profile_text(cluster, text, name))
+
+
+def _step_of(job: SeenJob, start: str) -> int:
+    if start != NEWEST:
+        if not start.isdecimal() or len(start) > _STEP_DIGITS or int(start) == 0:
+            raise LocalError(f"--from {start}: is no step; write one that `finetune checkpoints {job.name}` shows, or {NEWEST}")
+        return int(start)
+    newest = job.status.progress.checkpoint_step if job.status.progress is not None else None
+    if newest is None:
+        raise LocalError(f"--from {NEWEST}: the status of {job.title} names no checkpoint; `finetune checkpoints {job.name}`")
+    return newest
 
 
 def _names(cluster: Cluster) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -12,7 +13,8 @@ import yaml
 from finetune_cli.exit_codes import LocalError
 from finetune_job.fields import FieldFacts, all_fields
 from finetune_job.finding import FieldChange
-from finetune_job.names import API_VERSION, JOB_KIND, MAX_JOB_NAME
+from finetune_job.layout import WorkspaceLayout, checkpoint_name
+from finetune_job.names import API_VERSION, JOB_KIND, MAX_JOB_NAME, workspace_claim_name, workspace_folder
 from finetune_job.rules.rule import with_changes
 
 _NUMBERED = re.compile(r"(?P<stem>.+?)-(?P<number>[1-9]\d{0,5})")
@@ -53,6 +55,20 @@ def fork_of(document: Mapping[str, Any], name: str, changes: Iterable[FieldChang
     if not is_set and isinstance(output, dict) and isinstance(output.get("destination"), str):
         output["destination"] = other_destination(output["destination"], name)
     return with_changes(made, changes)
+
+
+def start_changes(document: Mapping[str, Any], step: int) -> list[FieldChange]:
+    """What makes a copy of a job begin with its checkpoint of this step: the place, on the same claim. Raises LocalError."""
+    metadata, workspace = document.get("metadata") or {}, document["spec"].get("workspace") or {}
+    name, uid, named = metadata.get("name"), metadata.get("uid"), workspace.get("claimName")
+    if not isinstance(name, str) or not isinstance(uid, str):
+        raise LocalError("--from: the job has no name or no uid, by which its checkpoints are found")
+    folder = WorkspaceLayout(Path(workspace_folder(name, uid)))
+    return [
+        FieldChange(field="spec.training.startFrom", value=str(folder.checkpoints / checkpoint_name(step))),
+        FieldChange(field="spec.workspace.claimName", value=named or workspace_claim_name(name)),
+        *(FieldChange(field=f"spec.workspace.{each}", value=None) for each in ("volumeClaimTemplate", "retain") if not named),
+    ]
 
 
 def other_destination(destination: str, name: str) -> str:

@@ -47,8 +47,10 @@ def parse_claims(written: Sequence[str]) -> dict[str, Path]:
 
 def claims_of(plan: RunPlan) -> list[ClaimUse]:
     """Every claim that the plan names, once; inputs first."""
+    start = plan.training.start_from
     named: list[tuple[str, ClaimPath, bool]] = [
         *((field, location, location.claim != plan.workspace.claim) for field, location in input_locations(plan)),
+        *([("spec.training.startFrom", start, start.claim != plan.workspace.claim)] if start is not None else []),
         ("spec.workspace", plan.workspace, False),
         ("spec.output.destination", plan.output, False),
     ]

@@ -127,6 +127,16 @@ def _has_organisation(text: str) -> str:
     return text
 
 
+def _is_relative(text: str) -> str:
+    if any(part in ("", ".", "..") for part in text.split("/")):
+        raise ValueError(f"{text!r} leaves its root; write a path without '.', '..' and empty parts")
+    return text
+
+
+ClaimDirectory = Annotated[
+    str, StringConstraints(pattern=f"^{_SEGMENT}(/{_SEGMENT})*$", max_length=512), AfterValidator(_is_relative)
+]
+"""A directory below the root of a claim that is named elsewhere."""
 ClaimSource = Annotated[str, StringConstraints(pattern=CLAIM_SOURCE_PATTERN, max_length=512), AfterValidator(_no_parent)]
 """A path on a PersistentVolumeClaim of the job's namespace: `pvc://<claim>/<path>`."""
 Source = Annotated[

@@ -51,6 +51,15 @@ RESOURCE_ENTRIES = (
         f"{_REFUSED}::test_anothers_results_are_not_overwritten",
     ),
     Entry(
+        "start-not-usable",
+        "error",
+        "Training cannot begin with the checkpoint that the job names",
+        "`training.startFrom` takes the trained parameters of another job. Its checkpoint has to be whole, and to hold the same "
+        "parameters: those of the same base model, method, rank and target modules.",
+        "Name a whole checkpoint of a job with the same base model and method, or remove training.startFrom",
+        "tests/unit/finetune_trainer/preflight/test_job_steps_start.py::test_a_checkpoint_that_cannot_be_started_from_is_refused",
+    ),
+    Entry(
         "large-model-on-cpu",
         "warning",
         "A large model is to be trained on CPU cores",

@@ -21,6 +21,8 @@ _SPEED_FIELDS: dict[str, set[str]] = {
 _SPEED_LORA_FIELDS = {"fused_forward"}
 _LATER_LORA_FIELDS = {"target_parameters", "trainable_token_indices"}
 """Not in every plan: in one that lacks them they are not part of the digest either, as in the release that froze it."""
+_LATER_TRAINING_FIELDS = {"start_from"}
+"""The same of what is None unless a job asks for it."""
 _LEARNING_FIELDS = ("version", "job", "model", "data", "method", "training", "evaluation")
 
 
@@ -40,6 +42,9 @@ def learning_sha256(plan: RunPlan) -> str:
     for part, excluded in _SPEED_FIELDS.items():
         for name in excluded:
             del content[part][name]
+    for name in _LATER_TRAINING_FIELDS:
+        if content["training"][name] is None:
+            del content["training"][name]
     lora = plan.method.lora
     for name in () if lora is None else _SPEED_LORA_FIELDS | _LATER_LORA_FIELDS - lora.model_fields_set:
         del content["method"]["lora"][name]

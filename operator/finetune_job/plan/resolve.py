@@ -15,7 +15,7 @@ from finetune_job.api.method import MethodType
 from finetune_job.api.pod_settings import PodSettings
 from finetune_job.api.profile import FineTuneProfileSpec, PublishSettings
 from finetune_job.layout import WorkspaceLayout
-from finetune_job.names import DEFAULT_PROFILE, workspace_claim_name
+from finetune_job.names import DEFAULT_PROFILE, workspace_claim_name, workspace_folder
 from finetune_job.plan.inputs import SourceLocations, base_model_name, data_plan, fetch_plan
 from finetune_job.plan.launch_plan import PlacedPods, Placement, PodPlacement, PublishPlan
 from finetune_job.plan.resolve_model import fsdp_plan, method_plan
@@ -40,9 +40,8 @@ def resolve(
 ) -> RunPlan:
     """The plan of an accepted spec (one that no error finding of the rule book speaks against)."""
     choices = Choices()
-    workspace = claim_path(
-        f"pvc://{spec.workspace.claim_name or workspace_claim_name(identity.name)}/{identity.name}-{identity.uid[:8]}"
-    )
+    claim = spec.workspace.claim_name or workspace_claim_name(identity.name)
+    workspace = claim_path(f"pvc://{claim}/{workspace_folder(identity.name, identity.uid)}")
     places = SourceLocations(workspace)
     return RunPlan(
         job=identity,
@@ -58,7 +57,7 @@ def resolve(
         data=data_plan(spec, choices, places),
         fetch=fetch_plan(spec, profile, places),
         method=method_plan(spec, choices, on_gpu=profile is not None and profile.gpu is not None),
-        training=training_plan(spec, choices),
+        training=training_plan(spec, choices, workspace),
         parallelism=ParallelismPlan(
             nodes=spec.parallelism.nodes,
             processes_per_node=spec.parallelism.processes_per_node,

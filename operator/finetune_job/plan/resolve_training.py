@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from finetune_job.api.base import ClaimPath
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.method import MethodType
 from finetune_job.api.training import ActivationCheckpointing, EvaluationSpec, OptimizerName, Scheduler
@@ -24,7 +25,8 @@ ADAM_BETAS, ADAM_EPSILON, MOMENTUM = ("0.9", "0.999"), "1e-8", "0.9"
 MIN_LEARNING_RATE_RATIO, DECAY_RATIO = "0", "0.2"
 
 
-def training_plan(spec: FineTuneJobSpec, choices: Choices) -> TrainingPlan:
+def training_plan(spec: FineTuneJobSpec, choices: Choices, workspace: ClaimPath) -> TrainingPlan:
+    """workspace: the directory of the job on its claim."""
     training = spec.training
     full = spec.method.type is MethodType.FULL
     per_rank = training.global_batch_size // world_size(spec)
@@ -72,6 +74,7 @@ def training_plan(spec: FineTuneJobSpec, choices: Choices) -> TrainingPlan:
         deterministic=training.deterministic,
         step_timeout_seconds=training.step_timeout_seconds,
         trackers=tuple(training.trackers or ()),
+        start_from=None if training.start_from is None else ClaimPath(claim=workspace.claim, path=training.start_from),
         seed=training.seed,
     )
 

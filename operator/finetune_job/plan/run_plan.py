@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import model_validator
 
-from finetune_job.api.base import Dtype
+from finetune_job.api.base import ClaimPath, Dtype
 from finetune_job.api.inputs import Attention, DataFormat, LossOn
 from finetune_job.api.method import LoraBias, LoraInit, MethodType, QuantStorage, QuantType
 from finetune_job.api.output import MergeBase
@@ -201,6 +201,8 @@ class TrainingPlan(PlanModel):
     step_timeout_seconds: int = 3600
     """Without a watchdog of the steps, what ended a rank that waited for others was the time-out of an hour on their messages."""
     trackers: tuple[str, ...] = ()
+    start_from: ClaimPath | None = None
+    """Checkpoint of another job whose trained parameters are the first ones; None: the method's own."""
     seed: int
 
 

@@ -81,6 +81,30 @@ def workspace_inside_data(context: RuleContext) -> Problem | None:
     return None
 
 
+@rule(
+    "start-needs-named-claim",
+    "A checkpoint to start from lies on the workspace claim",
+    reads=("training.startFrom", _CLAIM),
+    sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_workspace.py::test_a_claim_that_is_made_for_a_job_holds_no_checkpoint_yet",
+        "preflight refuses: the claim that is made for the job is empty",
+    ),
+    holds_for=OURS,
+)
+def start_needs_named_claim(context: RuleContext) -> Problem | None:
+    start = context.spec.training.start_from
+    if start is None or context.spec.workspace.claim_name is not None:
+        return None
+    return Problem(
+        field="training.startFrom",
+        value=start,
+        message="the workspace is a claim that is made for this job, on which there is no checkpoint of another one",
+        fix=f"name the workspace claim of the other job as {_CLAIM} instead of {_TEMPLATE}, or remove training.startFrom",
+        changes={"training.startFrom": None},
+    )
+
+
 NO_EFFECT = (
     NoEffect(
         "retain-with-named-claim",
@@ -95,4 +119,4 @@ NO_EFFECT = (
         ),
     ),
 )
-RULES = (workspace_claim_or_template, *no_effect_rules(__name__, NO_EFFECT), workspace_inside_data)
+RULES = (workspace_claim_or_template, start_needs_named_claim, *no_effect_rules(__name__, NO_EFFECT), workspace_inside_data)

@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from finetune_trainer.checkpoint.manifest import Manifest, Origin, RangeEntry, read_manifest, tensor_key, verify_file
 from finetune_trainer.checkpoint.retention import checkpoint_directories, remove_leftovers
+from finetune_trainer.checkpoint.start import START_FIELD, START_HINT, start_problem
 from finetune_trainer.checkpoint.state import PARAMETER, ParameterRange, check_kind, create_state, restore_count, state_form
 from finetune_trainer.errors import CheckpointError, ForeignCheckpointError
 from finetune_trainer.ranks.gang import EntryName, Gang
@@ -46,8 +47,11 @@ def newest_valid(root: Path, gang: Gang, origin: Origin) -> tuple[Path, Manifest
     return None
 
 
-def verified_manifest(directory: Path, gang: Gang, origin: Origin) -> tuple[Manifest | None, list[str]]:
-    """The manifest of a checkpoint of which every byte is as written, or else what is wrong with it; the same on all ranks."""
+def verified_manifest(directory: Path, gang: Gang, origin: Origin | None) -> tuple[Manifest | None, list[str]]:
+    """The manifest of a checkpoint of which every byte is as written, or else what is wrong with it; the same on all ranks.
+
+    origin: None: of whatever run.
+    """
     problem = ""
     manifest = None
     try:
@@ -99,6 +103,24 @@ def load(directory: Path, manifest: Manifest, found: list[ParameterRange], optim
     if reader.names != {piece.name for piece in found}:
         raise CheckpointError(f"{directory}: holds other parameters than are trained: {sorted(reader.names)[:3]}...")
     restore_count(optimizer, manifest.optimizer)
+
+
+def load_start(directory: Path, gang: Gang, found: list[ParameterRange], *, first_values: str | None) -> None:
+    """Fill these pieces with the trained parameters of another run's checkpoint; the optimizer has no part in it.
+
+    first_values: as in Origin. Call before the first forward pass. Raises CheckpointError on all ranks if it is not whole, or of
+    other parameters.
+    """
+    manifest, problems = verified_manifest(directory, gang, None)
+    if manifest is None:
+        raise CheckpointError(f"{START_FIELD}: {'; '.join(problems)}", START_HINT)
+    problem = start_problem(directory, manifest, {piece.name: piece.shape for piece in found}, first_values)
+    if problem:
+        raise CheckpointError(f"{START_FIELD}: {problem}", START_HINT)
+    reader = RangeReader(directory, manifest)
+    with torch.no_grad():
+        for piece in found:
+            reader.read_into(PARAMETER, piece.name, piece.start, piece.parameter_values())
 
 
 def full_parameters(directory: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:

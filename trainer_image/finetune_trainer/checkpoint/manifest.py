@@ -17,6 +17,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from finetune_job.layout import checkpoint_name
 from finetune_trainer.errors import CheckpointError, ForeignCheckpointError
 from finetune_trainer.files import file_sha256, read_own
 
@@ -26,8 +27,8 @@ _STEP = re.compile(r"step-(\d{10})")
 
 
 def directory_name(step: int) -> str:
-    """Name of the checkpoint of a step; names sort like steps."""
-    return f"step-{step:010d}"
+    """Name of the checkpoint of a step."""
+    return checkpoint_name(step)
 
 
 def step_of(name: str) -> int | None:
@@ -145,23 +146,19 @@ def decode_manifest(encoded: bytes) -> Manifest:
         raise CheckpointError(f"{MANIFEST}: cannot be read ({type(error).__name__}: {error})") from error
 
 
-def read_manifest(directory: Path, origin: Origin) -> Manifest:
-    """The manifest of a checkpoint of this run and data, sizes compared, digests of files not yet. Raises CheckpointError."""
+def read_manifest(directory: Path, origin: Origin | None) -> Manifest:
+    """The manifest of a checkpoint of this run and data, sizes compared, digests of files not yet. Raises CheckpointError.
+
+    origin: None: of whatever run.
+    """
     try:
         manifest = decode_manifest(read_own(directory / MANIFEST))
     except OSError as error:
         raise CheckpointError(f"{directory / MANIFEST}: cannot be read ({error})") from error
     if directory.name != directory_name(manifest.step):
         raise CheckpointError(f"{directory}: holds the checkpoint of step {manifest.step}, which its name does not say")
-    found = manifest.origin
-    if found.learning_sha256 != origin.learning_sha256:
-        raise ForeignCheckpointError(f"{directory}: belongs to run {found.learning_sha256}, this is {origin.learning_sha256}")
-    if found.data_hash != origin.data_hash:
-        raise CheckpointError(f"{directory}: was trained on data {found.data_hash}, prepared is {origin.data_hash}")
-    if found.first_values != origin.first_values:
-        raise CheckpointError(
-            f"{directory}: was trained from first values {found.first_values}, computed are {origin.first_values}"
-        )
+    if origin is not None:
+        _check_origin(directory, manifest.origin, origin)
     if [entry.name for entry in manifest.files] != [rank_file(rank) for rank in range(manifest.world_size)]:
         raise CheckpointError(f"{directory}: does not list one file for each of {manifest.world_size} ranks")
     for entry in manifest.files:
@@ -173,6 +170,17 @@ def read_manifest(directory: Path, origin: Origin) -> Manifest:
                 f"{path}: " + ("is missing" if size is None else f"has {size} bytes, {entry.size} were written")
             )
     return manifest
+
+
+def _check_origin(directory: Path, found: Origin, origin: Origin) -> None:
+    if found.learning_sha256 != origin.learning_sha256:
+        raise ForeignCheckpointError(f"{directory}: belongs to run {found.learning_sha256}, this is {origin.learning_sha256}")
+    if found.data_hash != origin.data_hash:
+        raise CheckpointError(f"{directory}: was trained on data {found.data_hash}, prepared is {origin.data_hash}")
+    if found.first_values != origin.first_values:
+        raise CheckpointError(
+            f"{directory}: was trained from first values {found.first_values}, computed are {origin.first_values}"
+        )
 
 
 def verify_file(directory: Path, entry: FileEntry) -> None:

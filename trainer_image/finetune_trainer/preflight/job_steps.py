@@ -8,12 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from finetune_job.catalogue.book import make_finding
 from finetune_job.device import large_on_cpu
 from finetune_job.finding import Finding
 from finetune_job.plan.element_types import DTYPE_BYTES
 from finetune_memory.optimizers import FORMS
+from finetune_trainer.checkpoint.manifest import read_manifest, verify_file
+from finetune_trainer.checkpoint.start import START_FIELD, START_HINT, start_directory, start_problem
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.tokenizer import load_checked_tokenizer
+from finetune_trainer.errors import CheckpointError
 from finetune_trainer.inspection.model_files import inspect_model_files
 from finetune_trainer.observe.trackers import unknown_trackers
 from finetune_trainer.preflight.checks import JobInspection
@@ -74,6 +78,25 @@ def check_data(seen: JobInspection) -> Iterable[Finding]:
         )
     )
     return seen.data.findings
+
+
+def check_start(seen: JobInspection) -> Iterable[Finding]:
+    """Whether the checkpoint that training is to begin with is whole, and of what is trained."""
+    try:
+        directory = start_directory(seen.context)
+        if directory is None:
+            return ()
+        manifest = read_manifest(directory, None)
+        for entry in manifest.files:
+            verify_file(directory, entry)
+        problem = start_problem(directory, manifest, seen.known_structure.trainable)
+    except (CheckpointError, OSError) as error:
+        problem = str(error)
+    if not problem:
+        return ()
+    value = seen.context.plan.training.start_from
+    path = "" if value is None else value.path
+    return (make_finding("start-not-usable", field=START_FIELD, value=path, message=problem, fix=START_HINT),)
 
 
 def check_memory(seen: JobInspection) -> Iterable[Finding]:

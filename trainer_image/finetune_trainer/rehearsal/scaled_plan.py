@@ -70,6 +70,8 @@ def scaled_plan(plan: RunPlan, shrunken: SmallConfig | None) -> tuple[RunPlan, l
                     "gradient_accumulation_steps": accumulation,
                     "compile": False,
                     "trackers": (),
+                    # Its parameters are of another size, and on a claim that is not there.
+                    "start_from": None,
                     "step_timeout_seconds": _STEP_TIMEOUT_SECONDS,
                 }
             ),

@@ -17,7 +17,9 @@ import torch
 from finetune_job.api.training import GradientReduction
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.checkpoint.checkpoints import Checkpoints
+from finetune_trainer.checkpoint.load import load_start
 from finetune_trainer.checkpoint.manifest import RunState
+from finetune_trainer.checkpoint.start import start_directory
 from finetune_trainer.checkpoint.state import optimizer_entry
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedData, PreparedSplit
@@ -122,6 +124,10 @@ class _Loop:
             log.info("resuming after step %d of %d", self.step, self.total)
         else:
             log.info("starting at step 0 of %d: the workspace knows no step that was completed before", self.total)
+            start = start_directory(context)
+            if start is not None:
+                load_start(start, gang, self.model.pieces, first_values=first_values)
+                log.info("the first parameters are those of the checkpoint %s", start)
 
     def _first_values(self) -> str | None:
         """Digest of what adapters that start from the base's weights start with. Preflight has computed it, as a rule."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from typer.testing import CliRunner
 
 from finetune_cli import change_verbs
@@ -16,6 +17,7 @@ from finetune_cli.cluster.errors import ClusterError
 from finetune_cli.cluster.objects import Cluster
 from finetune_cli.commands.change_jobs import MOST_CONFLICTS, fork, retry, set_suspended, submit
 from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.jobs.next_manifest import parse_change
 from finetune_cli.jobs.seen import SeenJob, seen_job
 from tests.unit.finetune_cli.jobs import objects
 from tests.unit.finetune_cli.manifests import ACCEPTED
@@ -80,6 +82,22 @@ def test_names_of_new_jobs_are_free_as_far_as_that_can_be_seen() -> None:
     assert retry(cluster, "failed", None).job.name == "failed-2"
     assert "name: failed-2" in fork(cluster, "failed", None, [])[0]
     assert "name: mine" in fork(cluster, "failed", "mine", [])[0]
+
+
+def test_a_fork_begins_with_a_checkpoint_if_it_is_told_to() -> None:
+    running = ChangedCluster(objects.RUNNING)
+    for start, step in (("newest", 50), ("30", 30)):
+        text, report = fork(running, "running", None, [parse_change("training.seed=7")], start)
+        spec = yaml.safe_load(text)["spec"]
+        assert spec["training"]["startFrom"].endswith(f"/checkpoints/step-{step:010d}")
+        assert spec["training"]["seed"] == 7
+        assert f"had trained after step {step};" in text
+        assert report.exit_code is ExitCode.DONE
+    for start in ("0", "-1", "1e3", "latest", "9" * 11):
+        with pytest.raises(LocalError, match=f"--from {start}: is no step; write one"):
+            fork(running, "running", None, [], start)
+    with pytest.raises(LocalError, match="--from newest: the status of team/new names no checkpoint"):
+        fork(ChangedCluster(objects.NEW), "new", None, [], "newest")
 
 
 def test_the_profile_of_the_cluster_judges_too() -> None:

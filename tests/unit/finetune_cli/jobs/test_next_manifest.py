@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from finetune_cli.exit_codes import LocalError
-from finetune_cli.jobs.next_manifest import copy_of, fork_of, next_name, other_destination, parse_change
+from finetune_cli.jobs.next_manifest import copy_of, fork_of, next_name, other_destination, parse_change, start_changes
 from finetune_job.finding import FieldChange
 
 JOB = {
@@ -110,3 +110,16 @@ def test_a_change_has_the_type_of_its_field(text: str, path: str, value: object)
 def test_a_change_that_cannot_be_read_is_named(text: str, words: str) -> None:
     with pytest.raises(LocalError, match=words):
         parse_change(text)
+
+
+def test_a_fork_begins_with_a_checkpoint_on_the_claim_of_its_origin() -> None:
+    made = {**JOB, "metadata": {"name": "tune", "uid": "0a1b2c3d-4e5f"}}
+    place = "tune-0a1b2c3d/checkpoints/step-0000000042"
+    named = {**made, "spec": {**JOB["spec"], "workspace": {"claimName": "scratch"}}}
+    forked = fork_of(named, "tune-2", start_changes(named, 42))["spec"]
+    assert (forked["training"], forked["workspace"]) == ({"startFrom": place}, {"claimName": "scratch"})
+    owned = {**made, "spec": {**JOB["spec"], "workspace": {"volumeClaimTemplate": {"storage": "1Gi"}, "retain": "Delete"}}}
+    forked = fork_of(owned, "tune-2", start_changes(owned, 42))["spec"]
+    assert (forked["training"], forked["workspace"]) == ({"startFrom": place}, {"claimName": "tune-workspace"})
+    with pytest.raises(LocalError, match="--from: the job has no name or no uid"):
+        start_changes({**made, "metadata": {"name": "tune"}}, 42)

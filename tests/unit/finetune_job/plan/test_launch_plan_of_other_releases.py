@@ -96,6 +96,7 @@ def test_what_is_learnt_keeps_its_digest_in_releases_that_know_more_of_lora() ->
     old = document()
     for name in ("target_parameters", "trainable_token_indices", "fused_forward"):
         del old["method"]["lora"][name]
+    del old["training"]["start_from"]
     learnt = {name: old[name] for name in ("version", "job", "model", "data", "method", "training", "evaluation")}
     how = ("micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "compile", "step_timeout_seconds")
     learnt["training"] = {
@@ -104,3 +105,6 @@ def test_what_is_learnt_keeps_its_digest_in_releases_that_know_more_of_lora() ->
     expected = text_sha256(json.dumps(learnt, sort_keys=True, separators=(",", ":")))
     assert learning_sha256(RunPlan.model_validate_json(json.dumps(old))) == expected
     assert learning_sha256(RunPlan.model_validate_json(json.dumps(document()))) == learning_sha256(a_job().plan()) != expected
+    start = {"claim": "workspace", "path": "tune/checkpoints/step-0000000001"}
+    begun = {**old, "training": {**old["training"], "start_from": start}}
+    assert learning_sha256(RunPlan.model_validate_json(json.dumps(begun))) != expected

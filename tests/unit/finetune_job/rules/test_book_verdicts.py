@@ -86,6 +86,7 @@ HELD_OUT = {"data.validation.source": "pvc://data/held-out.jsonl"}
 STOPPING, BEST = {"evaluation.earlyStopping.patience": 2}, {"evaluation.loadBestModelAtEnd": True}
 BF16 = {"model.dtype": "bfloat16"}
 NORM, AS_BASE = {"method.lora.modulesToSave": ["norm"]}, {"method.lora.autocastAdapterDtype": False}
+START = {"training.startFrom": "other-0a1b2c3d/checkpoints/step-0000000100"}
 TEMPLATE = {"workspace.claimName": None, "workspace.volumeClaimTemplate.storage": "10Gi"}
 
 Q = {"targetModules": ["q_proj"]}
@@ -648,6 +649,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         None,
     ),
     ("workspace-inside-data", {"data.source": "pvc://workspace"}, TEMPLATE | {"data.source": "pvc://workspace"}, None),
+    ("start-needs-named-claim", TEMPLATE | START, START, None),
+    ("start-needs-named-claim", TEMPLATE | START, TEMPLATE, None),
     ("retain-with-named-claim", {"workspace.retain": "Delete"}, TEMPLATE | {"workspace.retain": "Delete"}, None),
     ("rehearsal-required", {"preflight.rehearsal": "Skip"}, {"preflight.rehearsal": "Run"}, REHEARSING),
     ("rehearsal-required", {"preflight.rehearsal": "Skip"}, {}, REHEARSING),

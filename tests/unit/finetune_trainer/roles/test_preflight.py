@@ -28,6 +28,7 @@ def test_findings_are_shown_from_the_storage_to_the_rehearsal() -> None:
         "check_fit",
         "check_token_rows",
         "check_trained_rows",
+        "check_start",
         "check_room",
         "check_memory",
         "rehearse",

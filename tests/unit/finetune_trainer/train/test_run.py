@@ -4,6 +4,7 @@ kill."""
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,11 +12,13 @@ from signal import SIGKILL, SIGTERM
 from typing import Any
 
 import pytest
+import torch
 
 from finetune_job.failures import EXIT_CODES, FailureClass, TerminationReport
 from finetune_job.plan.run_plan import RECOMPUTATION_FIELD, Choice, RunPlan
 from finetune_job.progress import Progress
-from finetune_trainer.checkpoint.manifest import RunState, step_of
+from finetune_trainer.checkpoint.load import full_parameters
+from finetune_trainer.checkpoint.manifest import RunState, read_manifest, step_of
 from finetune_trainer.checkpoint.retention import checkpoint_directories
 from finetune_trainer.context import RunContext
 from finetune_trainer.json_lines import read_lines
@@ -196,3 +199,41 @@ def test_a_run_ends_at_the_step_that_it_is_told_with_its_state_and_no_result(tmp
     assert report_of(context).facts["step"] == "3"
     (started,) = [line for line in read_lines(context.workspace.accounts.read_text()) if line["kind"] == "started"]
     assert (started["world_size"], started["device"]) == (1, "cpu")
+
+
+def parameters_of(directory: Path) -> dict[str, torch.Tensor]:
+    return dict(full_parameters(directory, read_manifest(directory, None)))
+
+
+def begun_from(undisturbed: RunContext, directory: Path, **changes: dict[str, Any]) -> tuple[RunContext, Path]:
+    """A job that begins with the newest checkpoint of the undisturbed run, and where that is."""
+    newest = checkpoint_directories(undisturbed.workspace.checkpoints)[0]
+    start = f"other/checkpoints/{newest.name}"
+    training = {"maxSteps": 1, "startFrom": start, **changes.pop("training", {})}
+    context = run_context(directory, tiny_spec(training=training, **changes))
+    place = context.claims_root / context.plan.workspace.claim / start
+    shutil.copytree(newest, place)
+    return context, place
+
+
+def test_a_run_begins_with_the_parameters_of_another_and_never_returns_to_them(undisturbed: RunContext, tmp_path: Path) -> None:
+    """At a rate at which nothing moves; its second attempt, whose own checkpoint counts, does without the other's."""
+    slow = {"learningRate": "1e-20", "maxSteps": 2}
+    context, place = begun_from(undisturbed, tmp_path, training=slow, checkpoint={"everySteps": 1})
+    assert run_gang(context, [Fault("train.step:optimizer_step", call=2)])[0] == -SIGKILL
+    (saved,) = checkpoint_directories(context.workspace.checkpoints)
+    first, found = parameters_of(place), parameters_of(saved)
+    assert found.keys() == first.keys()
+    assert all(torch.equal(found[name], first[name]) for name in first)
+    assert any(values.any() for name, values in found.items() if "lora_B" in name), "B begins as zeros otherwise"
+    assert step_of(saved.name) == 1
+    shutil.rmtree(place)
+    assert run_gang(context, []) == [0, 0]
+
+
+def test_a_run_does_not_begin_with_parameters_of_another_rank(undisturbed: RunContext, tmp_path: Path) -> None:
+    context, _ = begun_from(undisturbed, tmp_path, method={"lora": {"r": 2}})
+    assert set(run_gang(context, [])) == {EXIT_CODES[FailureClass.CHECKPOINT_INVALID]}
+    report = report_of(context)
+    assert "spec.training.startFrom" in report.message
+    assert "of another model or rank" in report.message

@@ -1,0 +1,80 @@
+"""The checkpoint that a job is to begin with, as preflight looks at it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from finetune_trainer.checkpoint.manifest import MANIFEST
+from finetune_trainer.preflight.checks import JobInspection
+from finetune_trainer.preflight.job_steps import check_start
+from tests.support.tiny_model import run_context, tiny_spec
+from tests.unit.finetune_trainer.checkpoint.test_checkpoints import STATE, OneRank
+
+STEP = 7
+PLACE = "other/checkpoints/step-0000000007"
+
+
+def started(tmp_path: Path, place: str = PLACE) -> tuple[OneRank, JobInspection, dict[str, tuple[int, ...]]]:
+    """A run with a checkpoint, and a job that is to begin with it, on the same claim."""
+    other = OneRank(tmp_path / "made")
+    other.checkpoints.save(STEP, STATE)
+    context = run_context(tmp_path, tiny_spec(training={"startFrom": place}))
+    root = context.claims_root / context.plan.workspace.claim
+    root.mkdir(parents=True, exist_ok=True)
+    if not (root / "other").exists():
+        (root / "other").mkdir()
+        other.context.workspace.checkpoints.rename(root / "other" / "checkpoints")
+    seen = JobInspection(context)
+    trained = {name: tuple(parameter.shape) for name, parameter in other.model.named_parameters() if parameter.requires_grad}
+    structure: Any = SimpleNamespace(trainable=trained)
+    seen.structure = structure
+    return other, seen, trained
+
+
+def directory_of(seen: JobInspection) -> Path:
+    return seen.context.claims_root / seen.context.plan.workspace.claim / PLACE
+
+
+def test_a_whole_checkpoint_of_the_same_parameters_is_accepted(tmp_path: Path) -> None:
+    _, seen, _ = started(tmp_path)
+    assert list(check_start(seen)) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("missing", "manifest.json: cannot be read"),
+        ("changed", "has sha256"),
+        ("cut", "bytes,"),
+        ("other name", "is of another model or method: it holds"),
+        ("other shape", "is of another model or rank:"),
+        ("link", "is a link to"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_started_from_is_refused(tmp_path: Path, fault: str, expected: str) -> None:
+    _, seen, trained = started(tmp_path)
+    directory, name = directory_of(seen), next(iter(trained))
+    file = next(path for path in directory.iterdir() if path.name != MANIFEST)
+    if fault == "missing":
+        (directory / MANIFEST).unlink()
+    elif fault == "changed":
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    elif fault == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif fault == "other name":
+        trained[f"{name}.other"] = trained.pop(name)
+    elif fault == "other shape":
+        trained[name] = (*trained[name], 1)
+    else:
+        outside = tmp_path / "outside"
+        directory.parent.rename(outside)
+        directory.parent.symlink_to(outside, target_is_directory=True)
+    (finding,) = check_start(seen)
+    assert (finding.rule, finding.severity, finding.field) == ("start-not-usable", "error", "spec.training.startFrom")
+    assert finding.value == PLACE
+    assert expected in finding.message
+    assert "same base model and method" in finding.fix

@@ -1,0 +1,50 @@
+"""The checkpoint of another run whose trained parameters are the first ones of this run. Without torch.
+
+A job learns something else than the one that wrote the checkpoint, so nothing is asked of its origin but that the parameters are
+the same ones. The base model itself is not in a checkpoint: that both jobs have the same one is for the user to see to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from finetune_trainer.checkpoint.manifest import Manifest
+from finetune_trainer.context import RunContext
+from finetune_trainer.errors import CheckpointError
+from finetune_trainer.files import OutsideError, inside
+
+START_FIELD = "spec.training.startFrom"
+START_HINT = f"name a whole checkpoint of a job with the same base model and method as {START_FIELD}, or remove the field"
+
+
+def start_directory(context: RunContext) -> Path | None:
+    """Where it is; None: the run begins with the method's own values. Raises CheckpointError if links lead out of the claim."""
+    location = context.plan.training.start_from
+    if location is None:
+        return None
+    root = context.claims_root / location.claim
+    try:
+        return root / inside(context.path(location), root)
+    except OutsideError as error:
+        raise CheckpointError(f"{START_FIELD}: {error}", START_HINT) from error
+
+
+def start_problem(
+    directory: Path, manifest: Manifest, trained: Mapping[str, tuple[int, ...]], first_values: str | None = None
+) -> str:
+    """Why a run that trains parameters of these names and shapes cannot begin with it; empty if it can.
+
+    first_values: as in Origin; None: not known yet, or there are none.
+    """
+    stored = {entry.name: tuple(entry.shape) for file in manifest.files for entry in file.pieces}
+    other = sorted(stored.keys() ^ trained.keys())
+    if other:
+        has = "holds" if other[0] in stored else "lacks"
+        return f"{directory} is of another model or method: it {has} {other[0]} ({len(other)} such names)"
+    for name, shape in sorted(trained.items()):
+        if stored[name] != tuple(shape):
+            return f"{directory} is of another model or rank: {name} has shape {list(stored[name])} there, {list(shape)} here"
+    if first_values is not None and manifest.origin.first_values != first_values:
+        return f"{directory} was trained from other first values of the base model, which it does not hold"
+    return ""
