@@ -14,6 +14,7 @@ from finetune_job.finding import Finding
 from finetune_job.plan.element_types import DTYPE_BYTES
 from finetune_memory.optimizers import FORMS
 from finetune_trainer.checkpoint.manifest import read_manifest, verify_file
+from finetune_trainer.checkpoint.retention import checkpoint_directories
 from finetune_trainer.checkpoint.start import START_FIELD, START_HINT, start_directory, start_problem
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.tokenizer import load_checked_tokenizer
@@ -84,7 +85,8 @@ def check_start(seen: JobInspection) -> Iterable[Finding]:
     """Whether the checkpoint that training is to begin with is whole, and of what is trained."""
     try:
         directory = start_directory(seen.context)
-        if directory is None:
+        # What has saved something itself never reads the other one's again.
+        if directory is None or checkpoint_directories(seen.context.workspace.checkpoints):
             return ()
         manifest = read_manifest(directory, None)
         for entry in manifest.files:

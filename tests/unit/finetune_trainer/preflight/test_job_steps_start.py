@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,14 @@ def directory_of(seen: JobInspection) -> Path:
 
 def test_a_whole_checkpoint_of_the_same_parameters_is_accepted(tmp_path: Path) -> None:
     _, seen, _ = started(tmp_path)
+    assert list(check_start(seen)) == []
+
+
+def test_a_checkpoint_that_is_gone_is_not_missed_once_the_job_has_its_own(tmp_path: Path) -> None:
+    _, seen, _ = started(tmp_path)
+    shutil.rmtree(directory_of(seen))
+    assert [finding.rule for finding in check_start(seen)] == ["start-not-usable"]
+    (seen.context.workspace.checkpoints / "step-0000000001").mkdir(parents=True)
     assert list(check_start(seen)) == []
 
 
