@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from finetune_job.api.training import GradientReduction
+from finetune_job.rules.launch import ORDER_DEPENDS_ON, against_order
 from finetune_job.rules.rule import OURS, Problem, RuleContext, rule
 
 _ELASTIC, _MIN_NODES, _NODES, _REDUCTION = (
@@ -16,20 +17,22 @@ _ELASTIC, _MIN_NODES, _NODES, _REDUCTION = (
 @rule(
     "elastic-needs-ordered-reduction",
     "An elastic gang needs a result that its number of ranks does not change",
-    reads=(_ELASTIC, _REDUCTION),
+    reads=(_ELASTIC, _REDUCTION, *ORDER_DEPENDS_ON),
     sources=("dropout is seeded by rank, and a sum in floating point depends on its order",),
     holds_for=OURS,
 )
 def elastic_needs_ordered_reduction(context: RuleContext) -> Problem | None:
     if context.spec.parallelism.elastic is None or context.spec.training.reduction is GradientReduction.ORDERED:
         return None
+    reason = next(against_order(context), None)
+    fix = f"set {_REDUCTION} to {GradientReduction.ORDERED}, or remove {_ELASTIC}"
     return Problem(
         field=_ELASTIC,
         value=context.spec.parallelism.elastic.model_dump(mode="json", by_alias=True),
         message=f"the gang may change its number of ranks, and with {_REDUCTION} {context.spec.training.reduction} that would "
         "change the result",
-        fix=f"set {_REDUCTION} to {GradientReduction.ORDERED}, or remove {_ELASTIC}",
-        changes={_REDUCTION: GradientReduction.ORDERED},
+        fix=fix if reason is None else f"remove {_ELASTIC}; {GradientReduction.ORDERED} is not possible: {reason}",
+        changes={_REDUCTION: GradientReduction.ORDERED} if reason is None else {_ELASTIC: None},
     )
 
 

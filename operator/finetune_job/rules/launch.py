@@ -22,7 +22,17 @@ _ACCESS = "workspace.volumeClaimTemplate.accessMode"
 _OFFLOAD = "parallelism.fsdp.offloadParams"
 _REDUCTION, _METHOD, _VERSION, _LORA = "training.reduction", "method.type", "parallelism.fsdp.version", "method.lora."
 _REHEARSAL = "preflight.rehearsal"
-_NODES, _PROCESSES = "parallelism.nodes", "parallelism.processesPerNode"
+_NODES, _PROCESSES, _ELASTIC = "parallelism.nodes", "parallelism.processesPerNode", "parallelism.elastic"
+ORDER_DEPENDS_ON = (
+    _METHOD,
+    _VERSION,
+    _OFFLOAD,
+    *(_LORA + name for name in ("bias", "modulesToSave", "targetParameters", "trainableTokenIndices")),
+    "method.quantization.bits",
+    _NODES,
+    _PROCESSES,
+)
+"""What `against_order` looks at."""
 PACKED_BITS, ORDERED_FSDP = 4, 2
 LARGEST_GLOBAL_BATCH = 1_000_000
 """The limit of the field itself."""
@@ -133,36 +143,30 @@ def offload_without_gpu(context: RuleContext) -> Problem | None:
 @rule(
     "ordered-reduction-not-possible",
     "Gradients are added up in order for low-rank adapters under FSDP 2",
-    reads=(
-        _REDUCTION,
-        _METHOD,
-        _VERSION,
-        _OFFLOAD,
-        *(_LORA + name for name in ("bias", "modulesToSave", "targetParameters", "trainableTokenIndices")),
-        "method.quantization.bits",
-        _NODES,
-        _PROCESSES,
-    ),
+    reads=(_REDUCTION, *ORDER_DEPENDS_ON, _ELASTIC),
     sources=("every rank keeps all that is trained, and a gradient of it for each virtual rank",),
     holds_for=OURS,
 )
 def ordered_reduction_not_possible(context: RuleContext) -> Problem | None:
     if context.spec.training.reduction is not GradientReduction.ORDERED:
         return None
-    reason = next(_against_order(context), None)
+    reason = next(against_order(context), None)
     if reason is None:
         return None
+    # An elastic gang asks for the order.
+    fields = [_REDUCTION] if context.spec.parallelism.elastic is None else [_REDUCTION, _ELASTIC]
     return Problem(
         field=_REDUCTION,
         value=GradientReduction.ORDERED,
         message=f"{reason}; gradients are added up in order only for what every rank can keep whole: the factors of LoRA, QLoRA, "
         "DoRA and QDoRA, under FSDP 2",
-        fix=f"remove {_REDUCTION}",
-        changes={_REDUCTION: None},
+        fix=f"remove {' and '.join(fields)}",
+        changes=dict.fromkeys(fields),
     )
 
 
-def _against_order(context: RuleContext) -> Iterator[str]:
+def against_order(context: RuleContext) -> Iterator[str]:
+    """Why the gradients of a job cannot be added up in order."""
     method, lora, fsdp = context.plan.method, context.plan.method.lora, context.plan.parallelism.fsdp
     if lora is None:
         yield f"{_METHOD} is {method.type}"

@@ -19,6 +19,7 @@ from tests.unit.finetune_job.rules.test_book_verdicts import (
     CLOSED,
     DECAY,
     DORA,
+    ELASTIC,
     EPOCHS,
     EXPERTS,
     FULL,
@@ -27,6 +28,7 @@ from tests.unit.finetune_job.rules.test_book_verdicts import (
     NORM,
     ONE_REPOSITORY,
     OPEN,
+    ORDERED,
     QLORA,
     SETS,
     SGD,
@@ -323,6 +325,13 @@ def test_the_finding_is_as_written_down(rule):
         ("steps-too-large", lora(r=1, alphaPattern={"q_proj": 65536}) | {RATE: "2e-4"}, none(LORA + "alphaPattern", W)),
         ("steps-too-large", lora(loraPlusRatio="1000") | {RATE: "2e-3"}, none(RATE, W)),
         ("steps-too-large", lora(loraPlusRatio="10000") | {RATE: "2e-4"}, none(LORA + "loraPlusRatio", W)),
+        # Neither fix may ask for what the other one speaks against.
+        ("elastic-needs-ordered-reduction", V2 | ELASTIC | lora(bias="all"), none("parallelism.elastic")),
+        (
+            "ordered-reduction-not-possible",
+            V2 | ELASTIC | ORDERED | {"method.type": "VBLoRA"},
+            (E, "training.reduction", {"training.reduction": None, "parallelism.elastic": None}),
+        ),
         (
             "hub-source-without-revision",
             hub_sets("hf://datasets/o/a", "pvc://b"),
