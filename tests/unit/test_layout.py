@@ -91,7 +91,6 @@ COVERED_BY = {
     "finetune_trainer/inspection/module_use.py": "finetune_trainer/preflight/test_bypassed.py",
     "finetune_trainer/inspection/report.py": "finetune_trainer/rehearsal/test_run_verdicts.py",
     "finetune_trainer/inspection/special_files.py": "../hostile/test_model_files.py",
-    "finetune_trainer/preflight/job_steps.py": "finetune_trainer/preflight/test_accepted_jobs.py",
     "finetune_trainer/merge/adapter_changes.py": "finetune_trainer/merge/test_plan.py",
     "finetune_trainer/merge/adapter_settings.py": "finetune_trainer/merge/test_plan.py",
     "finetune_trainer/merge/changes.py": "finetune_trainer/merge/test_parameter_adapters.py",
