@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{len(bases)} undisturbed runs: {time.monotonic() - start:.0f} s", flush=True)
     with (
         (directory / "pods.log").open("wb") as said,
-        PodServer(said) if any(number % REAL_EVERY == 0 for number in numbers) else nullcontext() as pods,
+        PodServer(said, packs=True) if any(number % REAL_EVERY == 0 for number in numbers) else nullcontext() as pods,
         ThreadPoolExecutor(arguments.parallel) as pool,
     ):
         jobs = [(number, signal) for number in numbers for signal in signals]

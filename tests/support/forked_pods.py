@@ -20,16 +20,19 @@ from typing import IO, Any, Self
 from finetune_trainer.processes.start import die_with
 
 LOOK_SECONDS = 0.05
+_PACKS = "packs"
 
 
 class PodServer:
     """Starts them. As a context it ends, and they with it. Several threads may use it."""
 
-    def __init__(self, errors: IO[bytes] | None = None) -> None:
-        """errors: takes what they say on standard error; None: this process's own does."""
+    def __init__(self, errors: IO[bytes] | None = None, *, packs: bool = False) -> None:
+        """errors: takes what they say on standard error; None: this process's own does. packs: whether some may pack their base:
+        they import bitsandbytes, and PEFT which has to find it, each by itself.
+        """
         self._asking = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-m", __name__, *([_PACKS] if packs else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -125,7 +128,10 @@ if __name__ == "__main__":
     from finetune_trainer.processes.start import compile_conversions, keep_bitsandbytes_out, preload
     from finetune_trainer.roles.train import LIBRARIES
 
-    keep_bitsandbytes_out()
-    preload(*LIBRARIES)
+    if _PACKS in sys.argv[1:]:
+        preload("torch.distributed.run", "transformers")
+    else:
+        keep_bitsandbytes_out()
+        preload(*LIBRARIES)
     compile_conversions()
     _serve()
