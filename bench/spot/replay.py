@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from bench.spot.trace import Event
@@ -69,11 +69,15 @@ class _Gang:
     uid: str
     attempt: int
     nodes: int
-    started_for: float = 0.0
+    names: frozenset[str]
+    """Of its nodes."""
+    starting: float
+    """Seconds until it works."""
+    saving: float = 0.0
+    """Seconds of a save that are left; steps wait for it."""
     unsaved: float = 0.0
     """Node seconds of work since the latest save."""
     since_save: float = 0.0
-    names: frozenset[str] = field(default_factory=frozenset)
 
 
 class Replay:
@@ -88,8 +92,7 @@ class Replay:
         self.account = Account()
         manifest = a_manifest(TEAM, "tune", nodes=workload.nodes, fewest=fewest)
         manifest["spec"]["training"] = {**manifest["spec"].get("training", {}), "globalBatchSize": 16 * workload.nodes}
-        waits = {"shrinkAfterSeconds": 300, "growAfterSeconds": 1800}
-        self._world.people_prepare([manifest], {"elastic": waits})
+        self._world.people_prepare([manifest], {})
 
     def run(self, most_seconds: float) -> Account:
         """Until the work is done or so much time has passed."""
@@ -166,13 +169,17 @@ class Replay:
         (document, pods), (job,) = found, self._world.server.all(JOBS)
         if self._gang is None:
             names = frozenset(pod["spec"]["nodeName"] for pod in pods)
-            self._gang = _Gang(document["metadata"]["uid"], job["status"].get("attempt", 0), len(pods), names=names)
+            attempt = job["status"].get("attempt", 0)
+            self._gang = _Gang(document["metadata"]["uid"], attempt, len(pods), names, workload.startup_seconds)
         gang = self._gang
-        starting = min(seconds, max(0.0, workload.startup_seconds - gang.started_for))
-        gang.started_for += starting
+        starting = min(seconds, gang.starting)
+        saving = min(seconds - starting, gang.saving)
+        working = seconds - starting - saving
+        gang.starting, gang.saving = gang.starting - starting, gang.saving - saving
         account.starting += starting * gang.nodes
-        gang.unsaved += (seconds - starting) * gang.nodes
-        gang.since_save += seconds - starting
+        account.saving += saving * gang.nodes
+        gang.unsaved += working * gang.nodes
+        gang.since_save += working
         if gang.since_save >= self._interval() or account.productive + gang.unsaved >= workload.node_hours * 3600:
             self._save(gang)
         if account.productive >= workload.node_hours * 3600:
@@ -187,8 +194,7 @@ class Replay:
 
     def _save(self, gang: _Gang) -> None:
         self.account.productive += gang.unsaved
-        self.account.saving += self._workload.save_seconds * gang.nodes
-        gang.unsaved, gang.since_save = 0.0, -self._workload.save_seconds
+        gang.unsaved, gang.since_save, gang.saving = 0.0, 0.0, self._workload.save_seconds
 
     def _end_gang(self) -> None:
         if self._gang is not None:

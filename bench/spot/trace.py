@@ -22,7 +22,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Market:
-    """How long nodes stay and how long they are away, in mean; times are exponential, as published traces are at first sight."""
+    """How long nodes stay and how long they are away, in mean; times are drawn from exponential distributions."""
 
     hours_there: float
     hours_away: float

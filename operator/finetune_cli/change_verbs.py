@@ -148,8 +148,7 @@ def fork(
     """Print the manifest of a new job: the spec of a job with changes, and with a place of its own for the results.
 
     With --from it begins with the parameters of a checkpoint, on the same workspace claim; optimizer and schedule begin again.
-    Exit code: 0 the rules accept
-    it, 1 they refuse it, 2 no such job or no usable kubeconfig, 3 the cluster did not give it.
+    Exit code: 0 the rules accept it, 1 they refuse it, 2 no such job or no usable kubeconfig, 3 the cluster did not give it.
     """
     from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.change_jobs import fork as fork_job

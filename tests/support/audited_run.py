@@ -1,6 +1,6 @@
 """A small run that has ended, as `finetune run` leaves it, and people who change it and cover that up.
 
-Cover-up: every digest that depends on what was changed is written anew, so that nothing but computing the steps again can tell.
+Cover-up: every digest that depends on what was changed is written again, so that nothing but computing the steps again can tell.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from finetune_cli.local.launch import Interruption
 from finetune_cli.local.local_run import RunListener
 from finetune_cli.local.replay import Interval, Replay
 from finetune_cli.local.run_directory import RunDirectory, RunRecord, read_record, write_record
+from finetune_job.layout import checkpoint_name
 from finetune_job.names import Role
 from finetune_job.plan.digest import canonical_json, learning_sha256, text_sha256
 from finetune_job.plan.run_plan import RunPlan
-from finetune_trainer.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, directory_name
+from finetune_trainer.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.shard_writer import write_prepared
 from finetune_trainer.data.shards import MANIFEST_FILE, TRAIN, encoded_manifest, manifest_digest, map_tables
@@ -186,7 +187,7 @@ def plant_checkpoint(place: RunDirectory, random: Random, foreign: RunDirectory)
     """A checkpoint of a run with another seed, as if it were this one's."""
     context, other = context_of(place), context_of(foreign)
     step = random.choice([each.end for each in INTERVALS])
-    own = context.workspace.checkpoints / directory_name(step)
+    own = context.workspace.checkpoints / checkpoint_name(step)
     origin = decode_manifest((own / MANIFEST).read_bytes()).origin
     shutil.rmtree(own)
     shutil.copytree(other.workspace.checkpoints / own.name, own)

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
+from finetune_job.layout import checkpoint_name
 from finetune_job.plan.digest import plan_sha256
 from finetune_job.plan.run_plan import RunPlan
-from finetune_trainer.checkpoint.manifest import directory_name
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import ConfigError, InvariantError
 from finetune_trainer.ranks.gang import Gang
@@ -126,7 +126,7 @@ def _train_twice(
     train(contexts[0], gang, StopRequest(), 0, Heartbeat())
     if gang.is_first:
         for step in range(1, SAVED_AT + 1):
-            name = directory_name(step)
+            name = checkpoint_name(step)
             source = contexts[0].workspace.checkpoints / name
             if source.is_dir():
                 shutil.copytree(source, contexts[1].workspace.checkpoints / name)

@@ -95,9 +95,9 @@ def audit(order: AuditOrder, count: int, seed: int | None, console: Console) -> 
             for interval in drawn:
                 console.print(f"{run.title}: computing {interval} again", markup=False, soft_wrap=True)
                 replay = Replay(run.plan, run.claims, scratch / f"interval-{interval.end}", trainer)
-                replay.take_inputs([_directory(interval.start)] if interval.start else [])
+                replay.take_inputs([checkpoint_name(interval.start)] if interval.start else [])
                 replay.run((Role.TRAIN,), view, interruption, ranks=ranks, until_step=interval.end)
-                ours, theirs = (each.checkpoints / _directory(interval.end) for each in (run.workspace, replay.workspace))
+                ours, theirs = (each.checkpoints / checkpoint_name(interval.end) for each in (run.workspace, replay.workspace))
                 said = difference("checkpoints", ours, theirs, interruption)
                 if said is not None:
                     run.findings.append(_interval_differs(interval, said, _device_note(parts, replay.workspace)))
@@ -243,7 +243,7 @@ def _compare_result(
 ) -> None:
     """Export the last checkpoint again: a run that resumes from its last step has nothing else to do."""
     steps = dict.fromkeys(step for step in (parts.steps[-1], parts.best_step) if step in parts.steps)
-    replay.take_inputs([_directory(step) for step in steps if step is not None])
+    replay.take_inputs([checkpoint_name(step) for step in steps if step is not None])
     replay.run((Role.TRAIN,), view, interruption, ranks=ranks)
     for place in run.results:
         said = difference("results", place, replay.workspace.adapter, interruption)
@@ -273,7 +273,7 @@ def _inputs_differ(ours: WorkspaceLayout, theirs: WorkspaceLayout) -> list[Findi
 def _interval_differs(interval: Interval, said: str, note: str) -> Finding:
     return audit_finding(
         "audit-interval-differs",
-        field=_directory(interval.end),
+        field=checkpoint_name(interval.end),
         value=said.partition(" ")[0],
         message=f"{interval}, computed again, end with other values: {said}{note}",
     )
@@ -293,7 +293,3 @@ def _device_note(parts: AuditedParts, replayed: WorkspaceLayout) -> str:
     if not here or not parts.devices or here == set(parts.devices):
         return ""
     return f" (trained on {', '.join(parts.devices)}, computed again on {', '.join(sorted(here))}: other devices round otherwise)"
-
-
-def _directory(step: int) -> str:
-    return checkpoint_name(step)

@@ -59,7 +59,9 @@ def fork_of(document: Mapping[str, Any], name: str, changes: Iterable[FieldChang
 
 def start_changes(document: Mapping[str, Any], step: int) -> list[FieldChange]:
     """What makes a copy of a job begin with its checkpoint of this step: the place, on the same claim. Raises LocalError."""
-    metadata, workspace = document.get("metadata") or {}, document["spec"].get("workspace") or {}
+    metadata, workspace = document.get("metadata"), document["spec"].get("workspace")
+    if not isinstance(metadata, Mapping) or not isinstance(workspace, Mapping):
+        raise LocalError("--from: the job has no metadata or no spec.workspace, by which its checkpoints are found")
     name, uid, named = metadata.get("name"), metadata.get("uid"), workspace.get("claimName")
     if not isinstance(name, str) or not isinstance(uid, str):
         raise LocalError("--from: the job has no name or no uid, by which its checkpoints are found")

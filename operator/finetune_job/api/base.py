@@ -115,7 +115,7 @@ HUB_DATASETS = "datasets/"
 
 
 def _no_parent(text: str) -> str:
-    if any(part in (".", "..") for part in text.partition("://")[2].split("/")):
+    if any(part in (".", "..") for part in text.rpartition("://")[2].split("/")):
         raise ValueError(f"{text!r} leaves its root; write a path without '.' and '..'")
     return text
 
@@ -127,14 +127,8 @@ def _has_organisation(text: str) -> str:
     return text
 
 
-def _is_relative(text: str) -> str:
-    if any(part in ("", ".", "..") for part in text.split("/")):
-        raise ValueError(f"{text!r} leaves its root; write a path without '.', '..' and empty parts")
-    return text
-
-
 ClaimDirectory = Annotated[
-    str, StringConstraints(pattern=f"^{_SEGMENT}(/{_SEGMENT})*$", max_length=512), AfterValidator(_is_relative)
+    str, StringConstraints(pattern=f"^{_SEGMENT}(/{_SEGMENT})*$", max_length=512), AfterValidator(_no_parent)
 ]
 """A directory below the root of a claim that is named elsewhere."""
 ClaimSource = Annotated[str, StringConstraints(pattern=CLAIM_SOURCE_PATTERN, max_length=512), AfterValidator(_no_parent)]

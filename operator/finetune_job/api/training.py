@@ -112,7 +112,7 @@ class TrainingSpec(ApiModel):
     or `mlflow`, if the trainer image has their package, or the name under which another package registers one. Unset: none."""
     start_from: ClaimDirectory | None = None
     """Checkpoint of another job on the same workspace claim, such as `tune-0a1b2c3d/checkpoints/step-0000000100`. Training begins
-    at step 0 with its trained parameters; optimizer, schedule and data begin anew. `finetune fork --from` writes it."""
+    at step 0 with its trained parameters; optimizer, schedule and data begin again. `finetune fork --from` writes it."""
     seed: Annotated[int, Field(ge=0, le=4_294_967_295)] = 0
     """Seed of the data order, dropout and adapter initialisation."""
 

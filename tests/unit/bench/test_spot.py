@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,18 @@ def test_an_elastic_gang_works_while_one_of_fixed_size_waits() -> None:
         assert account.productive == pytest.approx(3600, abs=2 * ROUND_SECONDS)
         # At most what two nodes do between two saves.
         assert 0 < account.lost <= 2 * (300 + ROUND_SECONDS)
-        assert account.held >= account.productive + account.lost + account.starting - 2 * ROUND_SECONDS
+        spent = account.productive + account.lost + account.starting + account.saving
+        assert account.held >= spent - 2 * ROUND_SECONDS
+        assert account.saving > 0
         assert account.losses == 1
     assert elastic.held < fixed.held, "the other node of a gang of fixed size is held in vain"
+
+
+def test_steps_wait_for_saves() -> None:
+    """All nodes stay. One node hour on two nodes is 1,800 s; five saves of 60 s come before the last step."""
+    free, dear = (replayed(None, [], replace(WORKLOAD, save_seconds=seconds)) for seconds in (0.0, 60.0))
+    assert dear.seconds - free.seconds == pytest.approx(5 * 60, abs=2 * ROUND_SECONDS)
+    assert (free.saving, dear.saving) == (0.0, 5 * 60 * 2)
 
 
 def test_a_notice_that_is_long_enough_loses_nothing() -> None:

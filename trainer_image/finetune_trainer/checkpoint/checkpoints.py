@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
+from finetune_job.layout import checkpoint_name
 from finetune_trainer.checkpoint.evidence import Evidence, recorded_progress
 from finetune_trainer.checkpoint.load import load, newest_valid, unusable_checkpoints, verified_manifest
-from finetune_trainer.checkpoint.manifest import Manifest, Origin, RunState, directory_name
+from finetune_trainer.checkpoint.manifest import Manifest, Origin, RunState
 from finetune_trainer.checkpoint.save import PendingSave, Snapshot, begin_save, commit_save
 from finetune_trainer.checkpoint.state import ParameterRange, share
 from finetune_trainer.context import RunContext
@@ -158,7 +159,7 @@ class Checkpoints:
         best = self._best_step
         if not self._exports_best or self._newest is None or best in (None, self._newest[1].step):
             return self._newest
-        directory = self._root / directory_name(best or 0)
+        directory = self._root / checkpoint_name(best or 0)
         manifest, problems = verified_manifest(directory, self._gang, self._origin)
         if manifest is None:
             raise CheckpointError(

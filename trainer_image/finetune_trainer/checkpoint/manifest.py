@@ -26,11 +26,6 @@ LATEST = "latest"
 _STEP = re.compile(r"step-(\d{10})")
 
 
-def directory_name(step: int) -> str:
-    """Name of the checkpoint of a step."""
-    return checkpoint_name(step)
-
-
 def step_of(name: str) -> int | None:
     """The step in a directory's name, None for any other name."""
     match = _STEP.fullmatch(name)
@@ -155,7 +150,7 @@ def read_manifest(directory: Path, origin: Origin | None) -> Manifest:
         manifest = decode_manifest(read_own(directory / MANIFEST))
     except OSError as error:
         raise CheckpointError(f"{directory / MANIFEST}: cannot be read ({error})") from error
-    if directory.name != directory_name(manifest.step):
+    if directory.name != checkpoint_name(manifest.step):
         raise CheckpointError(f"{directory}: holds the checkpoint of step {manifest.step}, which its name does not say")
     if origin is not None:
         _check_origin(directory, manifest.origin, origin)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from finetune_job.layout import checkpoint_name
 from finetune_trainer.checkpoint.manifest import (
     LATEST,
     MANIFEST,
@@ -28,7 +29,6 @@ from finetune_trainer.checkpoint.manifest import (
     Origin,
     RangeEntry,
     RunState,
-    directory_name,
     rank_file,
     tensor_key,
 )
@@ -92,7 +92,7 @@ def begin_save(
 
     `reused`: an earlier snapshot, whose memory is taken. Raises SaveError on all ranks alike.
     """
-    temporary = root / gang.from_first(f"{directory_name(step)}{TEMPORARY_MARK}{uuid.uuid4().hex}", EntryName)
+    temporary = root / gang.from_first(f"{checkpoint_name(step)}{TEMPORARY_MARK}{uuid.uuid4().hex}", EntryName)
     _by_first(gang, lambda: temporary.mkdir(parents=True), temporary)
     unfinished = Manifest(
         step=step,
@@ -129,7 +129,7 @@ def commit_save(root: Path, writing: PendingSave, gang: Gang, keep: int) -> tupl
         raise _save_error(f"checkpoint of step {writing.unfinished.step}", errors)
     files = [value for value, _ in told if value is not None]
     manifest = writing.unfinished.model_copy(update={"files": files})
-    final = root / directory_name(manifest.step)
+    final = root / checkpoint_name(manifest.step)
     _by_first(gang, lambda: _publish(writing.temporary, final, manifest), writing.temporary)
     if gang.is_first:
         log.info("checkpoint of step %d is complete", manifest.step)

@@ -23,9 +23,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.utils import logging as transformers_logging
 
 from finetune_job.failures import Outcome, TerminationReport
+from finetune_job.layout import checkpoint_name
 from finetune_memory.optimizers import FORMS
 from finetune_trainer.checkpoint.load import RangeReader, full_parameters
-from finetune_trainer.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, directory_name
+from finetune_trainer.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.json_lines import read_lines
@@ -182,7 +183,7 @@ def _moments(context: RunContext, step: int) -> dict[str, torch.Tensor]:
 
 
 def _states(context: RunContext, kind: str, step: int) -> Iterator[tuple[str, torch.Tensor]]:
-    directory = context.workspace.checkpoints / directory_name(step)
+    directory = context.workspace.checkpoints / checkpoint_name(step)
     reader = RangeReader(directory, decode_manifest((directory / MANIFEST).read_bytes()))
     for name in reader.names:
         shape, dtype = reader.form(name)
@@ -195,7 +196,7 @@ def _exported_checkpoint(context: RunContext) -> tuple[Path, Manifest]:
     checkpoints = sorted(path for path in context.workspace.checkpoints.iterdir() if (path / MANIFEST).is_file())
     manifest = decode_manifest((checkpoints[-1] / MANIFEST).read_bytes())
     if context.plan.evaluation.load_best_model_at_end and manifest.best_step is not None:
-        best = context.workspace.checkpoints / directory_name(manifest.best_step)
+        best = context.workspace.checkpoints / checkpoint_name(manifest.best_step)
         return best, decode_manifest((best / MANIFEST).read_bytes())
     return checkpoints[-1], manifest
 

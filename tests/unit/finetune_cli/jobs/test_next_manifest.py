@@ -122,4 +122,7 @@ def test_a_fork_begins_with_a_checkpoint_on_the_claim_of_its_origin() -> None:
     forked = fork_of(owned, "tune-2", start_changes(owned, 42))["spec"]
     assert (forked["training"], forked["workspace"]) == ({"startFrom": place}, {"claimName": "tune-workspace"})
     with pytest.raises(LocalError, match="--from: the job has no name or no uid"):
-        start_changes({**made, "metadata": {"name": "tune"}}, 42)
+        start_changes({**named, "metadata": {"name": "tune"}}, 42)
+    for broken in ({**named, "metadata": []}, {**made, "spec": {"workspace": "scratch"}}, made):
+        with pytest.raises(LocalError, match=r"--from: the job has no metadata or no spec\.workspace"):
+            start_changes(broken, 42)

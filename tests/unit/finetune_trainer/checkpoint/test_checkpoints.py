@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from finetune_job.failures import EXIT_CODES, FailureClass
+from finetune_job.layout import checkpoint_name
 from finetune_trainer.checkpoint import checkpoints as module
 from finetune_trainer.checkpoint import save as save_module
 from finetune_trainer.checkpoint.checkpoints import Checkpoints
 from finetune_trainer.checkpoint.load import full_parameters
-from finetune_trainer.checkpoint.manifest import LATEST, RunState, directory_name, rank_file, step_of
+from finetune_trainer.checkpoint.manifest import LATEST, RunState, rank_file, step_of
 from finetune_trainer.checkpoint.retention import checkpoint_directories
 from finetune_trainer.checkpoint.save import write_rank_file
 from finetune_trainer.checkpoint.state import create_state, pieces
@@ -105,7 +106,7 @@ def test_the_best_is_kept_and_exported(tmp_path: Path) -> None:
         assert found is not None
         assert found[1].step == 2
         assert float(dict(full_parameters(*found))["bias"][0]) == 2
-    path = run.context.workspace.checkpoints / directory_name(2) / rank_file(0)
+    path = run.context.workspace.checkpoints / checkpoint_name(2) / rank_file(0)
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match="the best checkpoint is not what was written"):
         again.checkpoints.finished()
@@ -220,7 +221,7 @@ def test_the_last_save_must_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(SaveError, match="No space left on device"):
         run.checkpoints.save(2, STATE, is_last=True)
     assert run.steps == [1]
-    assert (run.context.workspace.checkpoints / LATEST).read_text() == f"{directory_name(1)}\n"
+    assert (run.context.workspace.checkpoints / LATEST).read_text() == f"{checkpoint_name(1)}\n"
     assert not run.leftovers
 
 
@@ -285,6 +286,6 @@ def test_one_rank_that_cannot_write_stops_no_other(tmp_path: Path, asynchronous:
     disk_full = EXIT_CODES[FailureClass.DISK_FULL]
     assert run_gang(contexts[2], [SmallFiles(rank=1, first=2, last=9)]) == [disk_full, disk_full]
     checkpoints = contexts[2].workspace.checkpoints
-    assert sorted(path.name for path in checkpoints.iterdir()) == [LATEST, directory_name(2)]
+    assert sorted(path.name for path in checkpoints.iterdir()) == [LATEST, checkpoint_name(2)]
     assert run_gang(contexts[2]) == [0, 0]
     assert trained_files(contexts[2]) == trained_files(contexts[0])

@@ -13,15 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from finetune_job.layout import checkpoint_name
 from finetune_trainer.checkpoint.load import full_parameters, load, newest_valid, verified_manifest
-from finetune_trainer.checkpoint.manifest import (
-    MANIFEST,
-    FileEntry,
-    decode_manifest,
-    directory_name,
-    rank_file,
-    read_manifest,
-)
+from finetune_trainer.checkpoint.manifest import MANIFEST, FileEntry, decode_manifest, rank_file, read_manifest
 from finetune_trainer.checkpoint.state import pieces
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.ranks.gang import Gang
@@ -67,7 +61,7 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_changed_byte_is_refused_and_the_previous_one_used(
     two_checkpoints: Path, name: str, place: float, change: int
 ) -> None:
-    path = two_checkpoints / directory_name(2) / name
+    path = two_checkpoints / checkpoint_name(2) / name
     original = path.read_bytes()
     damaged = bytearray(original)
     damaged[int(place * len(damaged))] ^= change
@@ -82,7 +76,7 @@ def test_any_changed_byte_is_refused_and_the_previous_one_used(
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from([MANIFEST, rank_file(0)]), st.floats(0, 1, exclude_max=True))
 def test_truncated_files_are_refused(two_checkpoints: Path, name: str, share: float) -> None:
-    path = two_checkpoints / directory_name(2) / name
+    path = two_checkpoints / checkpoint_name(2) / name
     original = path.read_bytes()
     try:
         path.write_bytes(original[: int(share * len(original))])
@@ -95,18 +89,18 @@ def test_truncated_files_are_refused(two_checkpoints: Path, name: str, share: fl
 
 def test_foreign_and_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    (tmp_path / directory_name(9)).mkdir()
-    (tmp_path / f"{directory_name(8)}.tmp-abc").mkdir()
+    (tmp_path / checkpoint_name(9)).mkdir()
+    (tmp_path / f"{checkpoint_name(8)}.tmp-abc").mkdir()
     assert used_step(tmp_path) == 1
     assert not list(tmp_path.glob("*.tmp-*"))
     for foreign, message in ((OTHER_RUN, "belongs to run"), (OTHER_DATA, "was trained on data")):
         with pytest.raises(CheckpointError, match=message):
-            read_manifest(tmp_path / directory_name(1), foreign)
+            read_manifest(tmp_path / checkpoint_name(1), foreign)
         assert newest_valid(tmp_path, ALONE, foreign) is None
 
 
 def test_every_byte_of_the_manifest_counts(two_checkpoints: Path) -> None:
-    path = two_checkpoints / directory_name(2) / MANIFEST
+    path = two_checkpoints / checkpoint_name(2) / MANIFEST
     original = path.read_bytes()
     for place in range(len(original)):
         for change in (0x01, 0x20, 0x80):
@@ -120,7 +114,7 @@ def test_every_byte_of_the_manifest_counts(two_checkpoints: Path) -> None:
 def test_swapped_linked_and_foreign_files_are_refused(tmp_path: Path) -> None:
     for step in (1, 2):
         write(tmp_path, step)
-    newest, other = (tmp_path / directory_name(step) / rank_file(0) for step in (2, 1))
+    newest, other = (tmp_path / checkpoint_name(step) / rank_file(0) for step in (2, 1))
     original, foreign = newest.read_bytes(), other.read_bytes()
     assert len(original) == len(foreign)
     newest.write_bytes(foreign)
@@ -138,7 +132,7 @@ def test_swapped_linked_and_foreign_files_are_refused(tmp_path: Path) -> None:
 
 def test_a_manifest_names_one_file_for_each_rank(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    path = tmp_path / directory_name(1) / MANIFEST
+    path = tmp_path / checkpoint_name(1) / MANIFEST
     manifest = decode_manifest(path.read_bytes())
     for changes in ({"world_size": 2}, {"files": []}, {"files": [manifest.files[0].model_copy(update={"name": "../other"})]}):
         path.write_bytes(manifest.model_copy(update=changes).encode())
@@ -158,7 +152,7 @@ class RankOf:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_every_file_is_hashed_by_one_rank_however_many_wrote_and_read(tmp_path: Path, world_size: int) -> None:
-    directory = tmp_path / directory_name(3)
+    directory = tmp_path / checkpoint_name(3)
     directory.mkdir()
     files = [rank_file(rank) for rank in range(5)]
     entries = []

@@ -7,11 +7,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune_trainer.checkpoint.manifest import (
-    MANIFEST,
-    directory_name,
-    step_of,
-)
+from finetune_job.layout import checkpoint_name
+from finetune_trainer.checkpoint.manifest import MANIFEST, step_of
 from finetune_trainer.checkpoint.retention import checkpoint_directories, outdated
 from tests.unit.finetune_trainer.checkpoint.saved_models import manifest_of, write
 
@@ -20,10 +17,10 @@ def test_old_checkpoints_go_but_never_below_two_valid(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         write(tmp_path, step, keep=2)
     assert [step_of(path.name) for path in checkpoint_directories(tmp_path)] == [4, 3]
-    (tmp_path / directory_name(4) / MANIFEST).write_text("{}")
+    (tmp_path / checkpoint_name(4) / MANIFEST).write_text("{}")
     write(tmp_path, 5, keep=2)
     assert [step_of(path.name) for path in checkpoint_directories(tmp_path)] == [5, 4, 3]
-    assert (tmp_path / "latest").read_text() == f"{directory_name(5)}\n"
+    assert (tmp_path / "latest").read_text() == f"{checkpoint_name(5)}\n"
 
 
 def test_the_best_checkpoint_stays_while_a_kept_one_names_it(tmp_path: Path) -> None:

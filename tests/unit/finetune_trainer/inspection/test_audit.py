@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune_trainer.checkpoint.manifest import directory_name
+from finetune_job.layout import checkpoint_name
 from finetune_trainer.context import RunContext
 from finetune_trainer.inspection.audit import RunParts, inspect_run
 from finetune_trainer.roles.audit import main
@@ -73,7 +73,7 @@ CHANGES: dict[str, tuple[str, Callable[[RunContext], object]]] = {
     "checkpoint of other data": ("audit-checkpoint-foreign", lambda run: rewrite_checkpoints(run, data_hash="0")),
     "value of a checkpoint": (
         "audit-checkpoint-foreign",
-        lambda run: flip(run.workspace.checkpoints / directory_name(4) / "rank-00000.safetensors"),
+        lambda run: flip(run.workspace.checkpoints / checkpoint_name(4) / "rank-00000.safetensors"),
     ),
     "trained adapter": ("audit-result-differs", lambda run: flip(run.workspace.adapter / "adapter_model.safetensors")),
     "published adapter": ("audit-result-differs", lambda run: flip(run.output.adapter / "adapter_model.safetensors")),
@@ -112,7 +112,7 @@ def test_the_process_answers_in_one_line_and_says_why_it_cannot(run, tmp_path: P
     assert main(["look", *arguments]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["checkpoints"][0] == {"step": 2, "world_size": 1, "best_step": None}
-    two, four = (str(context.workspace.checkpoints / directory_name(step)) for step in (2, 4))
+    two, four = (str(context.workspace.checkpoints / checkpoint_name(step)) for step in (2, 4))
     assert main(["checkpoints", "--expected", two, "--found", four]) == 0
     assert json.loads(capsys.readouterr().out)["difference"].startswith("param/base_model.model.model.layers.0")
     trained = str(context.workspace.adapter)
