@@ -51,7 +51,7 @@ class StepLoader:
 
 
 class Blocks:
-    """What a worker computes in, used again for each chunk."""
+    """What a thread computes in, used again for each chunk."""
 
     def __init__(self) -> None:
         self.scratch = Scratch()
@@ -65,10 +65,10 @@ class Blocks:
         return self._between[number][:num_bytes].view(dtype).view(shape)
 
 
-def compute_chunk(chunk: RowChunk, source: memoryview, output: memoryview, blocks: Blocks) -> None:
+def compute_chunk(chunk: RowChunk, source: memoryview, output: memoryview) -> None:
     """Writes the chunk's values to `output`. source: its bytes as stored. Raises NotFiniteError naming the tensor."""
     use_one_thread()
-    tensor = chunk.tensor
+    tensor, blocks = chunk.tensor, _blocks()
     shape = (chunk.stop - chunk.start, chunk.num_columns)
     base = torch.frombuffer(source, dtype=TORCH_DTYPES[tensor.source.dtype]).view(shape)
     out = torch.frombuffer(output, dtype=TORCH_DTYPES[tensor.dtype]).view(shape)
@@ -99,3 +99,10 @@ def use_one_thread() -> None:
     if not hasattr(_of_thread, "is_limited"):
         torch.set_num_threads(1)
         _of_thread.is_limited = True
+
+
+def _blocks() -> Blocks:
+    if not hasattr(_of_thread, "blocks"):
+        _of_thread.blocks = Blocks()
+    found: Blocks = _of_thread.blocks
+    return found

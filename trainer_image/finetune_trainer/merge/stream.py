@@ -2,11 +2,11 @@
 
 In: shards and their files (shard_file.py). Out: filled shards and their sha256. Called by merge_adapter.py.
 Shape:  a thread for each of some shards: chunks in the order of the file (chunks.py)
-        -> workers, shared by all (pread, compute, pwrite into a buffer of their own)
-        -> the shard's thread, in the same order: hash, progress, buffer handed back
-        -> one thread that syncs what is hashed and notes it in the journal.
-Hashing needs the order and writing does not, so a slow chunk holds up only its shard's hash. At most workers + shards at a time
-buffers exist.
+        -> workers, shared by all (pread and compute in a buffer of the chunk's own)
+        -> the shard's thread, in the same order: hash
+        -> the shard's other thread, in the same order: pwrite; the buffer is handed back, and progress told
+        -> one thread that syncs what is written and notes it in the journal.
+A slow chunk holds up only its shard.
 Invariant: memory is the buffers, one block's fp32 temporaries per worker and the factors of the weights in flight, never
 a weight, except those that `whole_tensors` in the result names, one at a time.
 """
@@ -34,16 +34,18 @@ from finetune_trainer.merge.sources import Sources
 from finetune_trainer.processes.start import preload
 
 if TYPE_CHECKING:
-    from finetune_trainer.merge.compute import Blocks, StepLoader
+    from finetune_trainer.merge.compute import StepLoader
     from finetune_trainer.merge.steps.step import Step
 
 WORKERS_PER_SHARD = 6
 """More gain little, as one thread hashes at about 2 GB/s, and each costs up to 50 MiB."""
+WORKSPACES_PER_SHARD = 3
+"""Beyond one for each worker: of chunks that wait for the hash, are hashed, are written."""
 MAX_SHARDS_AT_A_TIME = 4
 PROCESSORS_PER_SHARD = 2
 """One is taken by the hash, the others by workers."""
-WAITING_WORKERS = 2
-"""Workers beyond the processors: some always wait for the disk."""
+WAITING_WORKERS = 1
+"""Workers beyond the processors: one may wait for the disk."""
 JOURNAL_BYTES = 1 << 30
 """Of a shard that are synced and noted at once, at the end of a matrix: of each, a kill costs that and one matrix at most."""
 
@@ -62,16 +64,10 @@ class StreamResult:
 
 
 class Workspace:
-    """What one worker needs for one chunk: page-aligned bytes for input and output, and what it computes in."""
+    """Page-aligned bytes for the input and output of one chunk."""
 
     def __init__(self) -> None:
         self.data = mmap.mmap(-1, 2 * CHUNK_BYTES)
-
-    @cached_property
-    def blocks(self) -> Blocks:
-        from finetune_trainer.merge.compute import Blocks
-
-        return Blocks()
 
     def grow(self, num_bytes: int) -> None:
         """Replaces the bytes by at least so many. No view of the old ones may be in use."""
@@ -93,18 +89,20 @@ class JournalWriter:
         self._pending: deque[Future[None]] = deque()
         self._noted: dict[str, int] = {}
 
-    def note(self, file: ShardFile, written: Durable) -> None:
-        """The file's first bytes are written: make that known if it is worth it."""
+    def wants(self, file: ShardFile, num_bytes: int) -> bool:
+        """Whether the file's first `num_bytes`, at the end of a matrix, are worth a note. If so, the caller calls `note`."""
         with self._lock:
             self._raise_failures(wait=False)
-            if not self._pending and written.num_bytes - self._noted.setdefault(file.path.name, file.num_done) >= JOURNAL_BYTES:
-                self._submit(file, written)
+            since = num_bytes - self._noted.setdefault(file.path.name, file.num_done)
+            if num_bytes < file.num_bytes and (self._pending or since < JOURNAL_BYTES):
+                return False
+            self._noted[file.path.name] = num_bytes
+            return True
 
-    def finish(self, file: ShardFile) -> None:
-        """All bytes of the file are written and in its digest."""
+    def note(self, file: ShardFile, written: Durable) -> None:
+        """The file's first bytes are written: make them durable, and that known."""
         with self._lock:
-            self._raise_failures(wait=False)
-            self._submit(file, Durable(file.num_bytes, file.digest.hexdigest()))
+            self._pending.append(self._thread.submit(self._sync, file, written))
 
     def wait(self) -> None:
         """Until everything is durable. Raises StorageError."""
@@ -113,10 +111,6 @@ class JournalWriter:
     def close(self) -> None:
         """After a failure, too, what is written gets noted."""
         self._thread.shutdown(wait=True)
-
-    def _submit(self, file: ShardFile, durable: Durable) -> None:
-        self._noted[file.path.name] = durable.num_bytes
-        self._pending.append(self._thread.submit(self._sync, file, durable))
 
     def _sync(self, file: ShardFile, durable: Durable) -> None:
         file.sync()
@@ -195,13 +189,15 @@ class _StreamProgress:
 
 
 class _LazySteps:
-    """Loads steps with what torch brings, once the first matrix needs one."""
+    """Loads steps with what torch brings, once the first matrix needs one. `meanwhile`: done before that import is waited for."""
 
     def __init__(self, sources: Sources, device: str) -> None:
         self._sources, self._device = sources, device
+        self.meanwhile: Callable[[], None] = lambda: None
 
     @cached_property
     def _loader(self) -> StepLoader:
+        self.meanwhile()
         from finetune_trainer.merge.compute import StepLoader
 
         return StepLoader(self._sources, self._device)
@@ -228,65 +224,68 @@ def stream(
     workers = num_workers or min(WORKERS_PER_SHARD * at_a_time, num_processors + WAITING_WORKERS)
     result = StreamResult()
     sources = Sources({path for shard in files for tensor in shard.tensors for path in _input_files(tensor)})
-    chunkers = [Chunker(_LazySteps(sources, device)) for _ in files]
+    lazy_steps = [_LazySteps(sources, device) for _ in files]
+    chunkers = [Chunker(steps) for steps in lazy_steps]
     told = _StreamProgress(files, result, progress)
     pool, shard_threads = ThreadPoolExecutor(workers), ThreadPoolExecutor(at_a_time)
     journal_writer = JournalWriter(journal)
-    workspaces = Workspaces(workers + at_a_time)
+    workspaces = Workspaces(workers + WORKSPACES_PER_SHARD * at_a_time)
 
-    def fill(shard: Shard, chunker: Chunker) -> None:
+    def fill(shard: Shard, chunker: Chunker, steps: _LazySteps, writer: ThreadPoolExecutor) -> None:
+        """writer: one thread."""
         file = files[shard]
         unhashed: deque[_InFlight] = deque()
-        unwritten: deque[tuple[_InFlight, str]] = deque()  # hashed, with the digest up to their end
+        unwritten: deque[Future[None]] = deque()
 
         def submit(chunk: RowChunk, workspace: Workspace) -> None:
-            computed: Future[memoryview] = Future()
-            written = pool.submit(_process_chunk, chunk, sources, workspace, computed)
-            written.add_done_callback(lambda done: None if computed.done() else computed.set_exception(done.exception()))
-            unhashed.append(_InFlight(chunk, workspace, computed, written))
+            unhashed.append(_InFlight(chunk, workspace, pool.submit(_compute_chunk, chunk, sources, workspace)))
 
-        def give_back_written() -> bool:
-            is_any = False
-            while unwritten and unwritten[0][0].written.done():
-                is_any, (done, sha256) = True, unwritten.popleft()
-                done.written.result()
-                done.computed.result().release()
-                end = done.chunk.position + done.chunk.num_bytes
-                if end == file.num_bytes:
-                    journal_writer.finish(file)
-                elif done.chunk.ends_matrix:
-                    journal_writer.note(file, Durable(end, sha256))
+        def hash_next() -> None:
+            while unwritten and unwritten[0].done():
+                unwritten.popleft().result()
+            done = unhashed.popleft()
+            with done.computed.result()[done.chunk.position % PAGE_BYTES :] as values:
+                file.digest.update(values)
+            end = done.chunk.position + done.chunk.num_bytes
+            is_noted = done.chunk.ends_matrix and journal_writer.wants(file, end)
+            unwritten.append(writer.submit(write, done, Durable(end, file.digest.hexdigest()) if is_noted else None))
+
+        def write(done: _InFlight, noted: Durable | None) -> None:
+            try:
+                with done.computed.result() as pages:
+                    file.append(pages, done.chunk.position)
+                if noted is not None:
+                    file.flush()
+                    journal_writer.note(file, noted)
                 told.add(done.chunk.num_bytes)
+            finally:
                 workspaces.give(Workspace() if _is_large(done.chunk) else done.workspace)
-            return is_any
 
-        def advance() -> None:
-            if give_back_written():
-                return
-            if unhashed:
-                done = unhashed.popleft()
-                file.digest.update(done.computed.result())
-                unwritten.append((done, file.digest.hexdigest() if done.chunk.ends_matrix else ""))
-            else:
-                wait([unwritten[0][0].written])
+        def finish() -> None:
+            while unhashed:
+                hash_next()
+            while unwritten:
+                unwritten.popleft().result()
 
+        steps.meanwhile = finish
         for chunk in chunker.chunks(shard, file):
             if _is_large(chunk):
-                while unhashed or unwritten:
-                    advance()
+                finish()
                 with workspaces.alone() as workspace:
                     submit(chunk, workspace)
-                    while unhashed or unwritten:
-                        advance()
+                    finish()
                 continue
-            while (free := workspaces.take(wait=not (unhashed or unwritten))) is None:
-                advance()
+            while (free := workspaces.take(wait=not unhashed)) is None:
+                hash_next()
             submit(chunk, free)
-        while unhashed or unwritten:
-            advance()
+        finish()
+
+    def fill_and_write(shard: Shard, chunker: Chunker, steps: _LazySteps) -> None:
+        with ThreadPoolExecutor(1) as writer:
+            fill(shard, chunker, steps, writer)
 
     try:
-        filling = [shard_threads.submit(fill, *of_shard) for of_shard in zip(files, chunkers, strict=True)]
+        filling = [shard_threads.submit(fill_and_write, *of_shard) for of_shard in zip(files, chunkers, lazy_steps, strict=True)]
         # While the first chunks are copied and hashed: those that nothing changes need no more.
         preload("finetune_trainer.merge.compute")
         from finetune_trainer.processes.torch_threads import one_thread_for_each_operation
@@ -311,12 +310,11 @@ def stream(
 
 @dataclass(frozen=True)
 class _InFlight:
-    """computed: the output's bytes, which are hashed while they are written."""
+    """computed: as `_compute_chunk` answers."""
 
     chunk: RowChunk
     workspace: Workspace
     computed: Future[memoryview]
-    written: Future[None]
 
 
 def _is_large(chunk: RowChunk) -> bool:
@@ -330,24 +328,20 @@ def _input_files(tensor: OutputTensor) -> set[Path]:
     return {tensor.source.file, *modules, *(header.file for change in changes for header in read_by(change))}
 
 
-def _process_chunk(chunk: RowChunk, sources: Sources, workspace: Workspace, computed: Future[memoryview]) -> None:
-    """One chunk in a worker: read, compute, write. The output's bytes stay in the workspace until they are hashed, too."""
+def _compute_chunk(chunk: RowChunk, sources: Sources, workspace: Workspace) -> memoryview:
+    """One chunk in a worker: read, compute. The output's bytes in the workspace, as `ShardFile.append` takes them."""
     tensor = chunk.tensor
-    position = chunk.position
     # What an adapter brings has yet to be looked at.
     is_plain = not chunk.steps and tensor.dtype == tensor.source.dtype and not tensor.is_replaced
-    # The output's address agrees with its file position modulo the page size, as direct writes want it.
-    in_at = position % PAGE_BYTES if is_plain else 0
-    out_at = in_at if is_plain else -(-chunk.source_bytes // PAGE_BYTES) * PAGE_BYTES + position % PAGE_BYTES
-    workspace.grow(out_at + chunk.num_bytes)
-    view = memoryview(workspace.data)
-    source, output = view[in_at : in_at + chunk.source_bytes], view[out_at : out_at + chunk.num_bytes]
-    sources.read_into(tensor.source, chunk.source_position, source)
-    if not is_plain:
-        from finetune_trainer.merge.compute import compute_chunk
+    lead = chunk.position % PAGE_BYTES
+    first = 0 if is_plain else -(-chunk.source_bytes // PAGE_BYTES) * PAGE_BYTES
+    source_at, output_at = lead if is_plain else 0, first + lead
+    workspace.grow(output_at + chunk.num_bytes)
+    with memoryview(workspace.data) as view:
+        with view[source_at : source_at + chunk.source_bytes] as source:
+            sources.read_into(tensor.source, chunk.source_position, source)
+            if not is_plain:
+                from finetune_trainer.merge.compute import compute_chunk
 
-        compute_chunk(chunk, source, output, workspace.blocks)
-    view.release()
-    source.release()
-    computed.set_result(output)
-    chunk.file.write(output, position)
+                compute_chunk(chunk, source, view[output_at : output_at + chunk.num_bytes])
+        return view[first : output_at + chunk.num_bytes]

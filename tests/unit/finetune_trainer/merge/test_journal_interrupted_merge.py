@@ -91,22 +91,24 @@ def test_the_next_merge_continues_and_ends_with_the_same_files(
 def test_a_record_has_the_digest_of_the_bytes_it_tells_of(
     pair: tuple[Path, Path], tmp_path: Path, undisturbed: MergeReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the disk is slow: hashing does not wait for what is hashed to be written."""
-    records: list[tuple[str, Durable]] = []
-    write = ShardFile.write
+    """Also if the disk is slow: hashing does not wait for what is hashed to be written, and a record does."""
+    records: list[str] = []
+    append = ShardFile.append
 
-    def write_late(*given: Any) -> None:
+    def append_late(*given: Any) -> None:
         time.sleep(0.02)
-        write(*given)
+        append(*given)
 
-    monkeypatch.setattr(ShardFile, "write", write_late)
-    monkeypatch.setattr(Journal, "record", lambda _, name, durable: records.append((name, durable)))
+    def record(_: Journal, name: str, durable: Durable) -> None:
+        first = (temporary_directory(tmp_path / "merged") / name).read_bytes()[: durable.num_bytes]
+        assert (len(first), hashlib.sha256(first).hexdigest()) == (durable.num_bytes, durable.sha256)
+        records.append(name)
+
+    monkeypatch.setattr(ShardFile, "append", append_late)
+    monkeypatch.setattr(Journal, "record", record)
     report = merge_adapter(options(pair, tmp_path / "merged"))
     assert report.sha256 == undisturbed.sha256
-    assert len(records) > 2 * len({name for name, _ in records})
-    for name, durable in records:
-        first = (tmp_path / "merged" / name).read_bytes()[: durable.num_bytes]
-        assert (len(first), hashlib.sha256(first).hexdigest()) == (durable.num_bytes, durable.sha256)
+    assert len(records) > 2 * len(set(records))
 
 
 def flip(path: Path, position: int) -> None:

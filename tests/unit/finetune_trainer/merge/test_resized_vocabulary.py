@@ -410,17 +410,17 @@ def test_a_killed_merge_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyP
     base, adapter = saved(tmp_path, "saved in shards")
     expected = tensors_of(merge(base, adapter, 100_000))
     shutil.rmtree(tmp_path / "merged")
-    process = stream._process_chunk
+    compute = stream._compute_chunk
 
     def failing(chunk: Any, *arguments: Any) -> Any:
         if chunk.tensor.name == "model.norm.weight":
             raise OSError("killed")
-        return process(chunk, *arguments)
+        return compute(chunk, *arguments)
 
-    monkeypatch.setattr(stream, "_process_chunk", failing)
+    monkeypatch.setattr(stream, "_compute_chunk", failing)
     with pytest.raises(OSError, match="killed"):
         merge(base, adapter, 100_000)
-    monkeypatch.setattr(stream, "_process_chunk", process)
+    monkeypatch.setattr(stream, "_compute_chunk", compute)
     report = merge_adapter(MergeOptions(base, (adapter,), tmp_path / "merged", None, 100_000))
     assert report.bytes_resumed > 0
     found = tensors_of(tmp_path / "merged")

@@ -1,9 +1,14 @@
-"""A shard file is written in place, in any order, and what an earlier merge wrote is taken up only if its hash is right."""
+"""A shard file is written in place, to its end, and what an earlier merge wrote is taken up only if its hash is right."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import itertools
+import mmap
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,13 +20,65 @@ CONTENT = HEADER + bytes(range(256)) * 40
 """More than two pages."""
 
 
-def test_chunks_in_any_order_give_the_file(tmp_path: Path) -> None:
+def append(file: ShardFile, first: int, last: int) -> None:
+    """CONTENT[first:last], at an address as the merge's workspaces have it."""
+    lead = first % PAGE_BYTES
+    pages = memoryview(mmap.mmap(-1, lead + last - first))
+    pages[lead:] = CONTENT[first:last]
+    file.append(pages, first)
+
+
+def refuse_direct_writes(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """A file system that refuses them when a file is opened, as tmpfs did, or only at a write."""
+    pwrite, open_file = os.pwrite, os.open
+    direct: set[int] = set()
+
+    def opened(path: Any, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT and at == "open":
+            raise OSError(errno.EINVAL, "no direct writes")
+        descriptor = open_file(path, flags, *mode)
+        if flags & os.O_DIRECT:
+            direct.add(descriptor)
+        return descriptor
+
+    def written(descriptor: int, *given: Any) -> int:
+        if descriptor in direct:
+            raise OSError(errno.EINVAL, "no direct writes")
+        return pwrite(descriptor, *given)
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "pwrite", written)
+
+
+@pytest.mark.parametrize("refused", ["never", "open", "write"])
+@pytest.mark.parametrize("ends", [(len(CONTENT),), (7, 5000, 5001, 8192, len(CONTENT)), (4096, 8191, len(CONTENT))])
+def test_what_is_appended_gives_the_file(
+    tmp_path: Path, ends: tuple[int, ...], refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "shard"
+    if refused != "never":
+        refuse_direct_writes(monkeypatch, refused)
     file = ShardFile(path, len(CONTENT), HEADER)
     assert (file.num_done, file.is_resumed) == (len(HEADER), False)
-    file.write(memoryview(bytearray(CONTENT[PAGE_BYTES + 7 :])), PAGE_BYTES + 7)
-    file.write(memoryview(bytearray(CONTENT[len(HEADER) : PAGE_BYTES + 7])), len(HEADER))
+    for first, last in itertools.pairwise([len(HEADER), *ends]):
+        append(file, first, last)
+        assert path.read_bytes()[: last // PAGE_BYTES * PAGE_BYTES] == CONTENT[: last // PAGE_BYTES * PAGE_BYTES]
+        file.flush()
+        assert path.read_bytes()[:last] == CONTENT[:last]
     file.sync()
+    file.close()
+    assert path.read_bytes() == CONTENT
+
+
+def test_bytes_after_the_last_page_wait_for_those_that_follow(tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    file = ShardFile(path, len(CONTENT), HEADER)
+    append(file, len(HEADER), 5000)
+    assert path.read_bytes()[4096:5000] == bytes(904)
+    with pytest.raises(ValueError, match="append at 5001, but the last one ended at 5000"):
+        append(file, 5001, 6000)
+    append(file, 5000, len(CONTENT))
+    file.flush()
     file.close()
     assert path.read_bytes() == CONTENT
 
@@ -33,6 +90,10 @@ def test_bytes_of_an_earlier_merge_are_taken_up(tmp_path: Path) -> None:
     assert (file.num_done, file.is_resumed) == (5000, True)
     file.digest.update(CONTENT[5000:])
     assert file.digest.hexdigest() == hashlib.sha256(CONTENT).hexdigest()
+    os.truncate(path, 4096)  # what follows is written with the bytes that were read again
+    append(file, 5000, len(CONTENT))
+    file.flush()
+    assert path.read_bytes() == CONTENT
     file.close()
 
 

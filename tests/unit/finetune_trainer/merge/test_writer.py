@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.merge.model import write_adapter, write_base
 from finetune_trainer.merge import stream
+from finetune_trainer.merge.journal import Durable
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.merge.plan import MergePlan
 from finetune_trainer.merge.shard_file import ShardFile
@@ -149,31 +150,31 @@ def test_shards_are_filled_and_hashed_at_a_time_with_the_same_bytes(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     hashing = threading.Barrier(4)
     seen: set[str] = set()
-    original = JournalWriter.finish
+    original = JournalWriter.note
 
-    def finish(self: JournalWriter, file: ShardFile) -> None:
+    def note(self: JournalWriter, file: ShardFile, written: Durable) -> None:
         if len(seen) < 4:  # the first four wait for each other: one after another they never would end
             seen.add(file.path.name)
             hashing.wait(timeout=30)
-        original(self, file)
+        original(self, file, written)
 
     if is_large:  # each chunk waits until it is alone in memory
         monkeypatch.setattr(stream, "CHUNK_BYTES", 64)
     else:
-        monkeypatch.setattr(JournalWriter, "finish", finish)
+        monkeypatch.setattr(JournalWriter, "note", note)
     assert merge_adapter(of_shards(tmp_path / "together")).sha256 == one_by_one
 
 
 def test_a_shard_that_fails_ends_the_others(pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    original = ShardFile.write
+    original = ShardFile.append
 
-    def write(self: ShardFile, data: memoryview, position: int) -> None:
+    def append(self: ShardFile, pages: memoryview, position: int) -> None:
         if "00002" in self.path.name:
             raise errors.NoSpaceError("full")
-        original(self, data, position)
+        original(self, pages, position)
 
-    monkeypatch.setattr(ShardFile, "write", write)
+    monkeypatch.setattr(ShardFile, "append", append)
     with pytest.raises(errors.NoSpaceError, match="full"):
         merge_adapter(MergeOptions(pair[0], (pair[1],), tmp_path / "merged", None, 60_000))
     assert not (tmp_path / "merged").exists()
@@ -185,6 +186,7 @@ from pathlib import Path
 import torch
 from bench.merge.contender import peak_resident_bytes
 before = peak_resident_bytes()
+from finetune_trainer.merge.journal import Durable
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.merge.plan import MergePlan
 from finetune_trainer.merge.writer import OutputDirectory
