@@ -72,7 +72,7 @@ class Stage(StrEnum):
     TRAIN = "train"
     """An undisturbed run: a few steps with checkpoints, and the result."""
     RESUME = "resume"
-    """The same run killed after a checkpoint, and resumed: the same bytes."""
+    """The same run resumed from a checkpoint: the same bytes."""
     COMPARE = "compare"
     """The same global batches in one process: the same losses and gradients."""
     SAVE = "save"
@@ -84,7 +84,7 @@ class Stage(StrEnum):
 TITLES = {
     Stage.BUILD: "build the scaled-down model",
     Stage.TRAIN: "train and save",
-    Stage.RESUME: "kill, resume, compare bytes",
+    Stage.RESUME: "resume from a checkpoint, compare bytes",
     Stage.COMPARE: "compare with one process",
     Stage.SAVE: "load what was saved",
     Stage.MERGE: "merge and verify",

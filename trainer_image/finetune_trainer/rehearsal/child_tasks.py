@@ -6,8 +6,7 @@ Imports torch; run.py forks these tasks from a process in which all of it is imp
 from __future__ import annotations
 
 import logging
-import os
-import signal
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,11 +18,10 @@ from peft import PeftModel
 from peft.utils import get_peft_model_state_dict
 from pydantic import BaseModel
 from safetensors.torch import load_file
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.utils import logging as transformers_logging
 
 from finetune_job.failures import Outcome, TerminationReport
-from finetune_job.layout import checkpoint_name
+from finetune_job.layout import WorkspaceLayout, checkpoint_name
 from finetune_memory.optimizers import FORMS
 from finetune_trainer.checkpoint.load import RangeReader, full_parameters
 from finetune_trainer.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
@@ -79,16 +77,21 @@ def make_model_in_child(plan: Any, directory: Path, paths: RehearsalPaths) -> di
     return facts.model_dump(mode="json")
 
 
-def run_rank(context: RunContext, rank: int, world_size: int, store: str, killed_in_step: int | None = None) -> None:
+def run_rank(context: RunContext, rank: int, world_size: int, store: str) -> None:
     """Train as one rank, as torchrun would have it. Raises RehearsalError with the report's message."""
     _log_plainly()
-    if killed_in_step is not None:
-        _kill_in_step(killed_in_step)
     report = rank_module.run_rank(
         context, rank=rank, world_size=world_size, local_rank=rank, node_rank=0, observe_port=0, init_method=store
     )
     if report.outcome is not Outcome.SUCCEEDED:
         raise RehearsalError(report.message, report.hint)
+
+
+def copy_up_to(step: int, whole: WorkspaceLayout, cut: WorkspaceLayout) -> None:
+    """Let `cut`, which has its prepared data, hold what `whole` would if its run had been killed after this step's checkpoint."""
+    later = {path.name for path in whole.checkpoints.iterdir()} - {checkpoint_name(step)}
+    left_out = shutil.ignore_patterns(*later, whole.adapter.name, whole.prepared.name)
+    shutil.copytree(whole.root, cut.root, symlinks=True, dirs_exist_ok=True, ignore=left_out)
 
 
 def compare(pair: Pair, exact: Pair | None) -> None:
@@ -152,19 +155,6 @@ def meet(rank: int, world_size: int, store: str) -> None:
     """Join the other ranks and leave again. Raises what gloo does where processes of this machine cannot reach each other."""
     with joined(rank, world_size, rank, store, MEETING_SECONDS) as gang:
         gang.barrier()
-
-
-def _kill_in_step(step: int) -> None:
-    """SIGKILL this process in the middle of an optimizer step, counted from 1."""
-    calls = 0
-
-    def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    register_optimizer_step_pre_hook(count)
 
 
 def _compare(pair: Pair, exact: Gradients | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from finetune_job.failures import FailureClass, TerminationReport
+from finetune_job.failures import TerminationReport
 from finetune_job.names import Role
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
@@ -27,7 +27,7 @@ from finetune_trainer.ranks.reports import read_rank_reports, root_cause
 from finetune_trainer.rehearsal import child_tasks
 from finetune_trainer.rehearsal.comparison import coarsest_dtype
 from finetune_trainer.rehearsal.scaled_model import RehearsalPaths
-from finetune_trainer.rehearsal.scaled_plan import KILLED_IN_STEP, float32_plan, method_without_dropout, single_process_plan
+from finetune_trainer.rehearsal.scaled_plan import RESUMED_AFTER, float32_plan, method_without_dropout, single_process_plan
 from finetune_trainer.rehearsal.verdicts import Inconclusive, StageFailure, failed_finding, failure_of_stage, not_done_finding
 
 log = logging.getLogger(__name__)
@@ -120,23 +120,23 @@ class _Rehearsal:
         return scaled_plan, made.draws_random_numbers
 
     def _keeping_gathered(self, plan: RunPlan) -> RunPlan:
-        """If preflight has still to choose whether ranks free gathered parameters, both are tried: the killed run does."""
+        """If preflight has still to choose whether ranks free gathered parameters, both are tried: the resumed run does."""
         if not plan.parallelism.leaves_resharding_open:
             return plan
-        self.changes.append("parallelism.fsdp.reshardAfterForward: false undisturbed, true when killed; their bytes are the same")
+        self.changes.append("parallelism.fsdp.reshardAfterForward: false undisturbed, true when resumed; the same bytes")
         return plan.with_fsdp(reshard_after_forward=False)
 
     def _resume(self, plan: RunPlan, undisturbed: RunContext) -> None:
-        killed = self.paths.run("killed", plan)
-        self._gang(killed, killed_in_step=KILLED_IN_STEP)
-        self._gang(dataclasses.replace(killed, attempt=1))
-        wanted, found = (_digests(context.workspace.adapter) for context in (undisturbed, killed))
+        resumed = self.paths.run("resumed", plan)
+        cut = partial(child_tasks.copy_up_to, RESUMED_AFTER, undisturbed.workspace, resumed.workspace)
+        _raise_for(Stage.RESUME, self._children({"copy": cut})["copy"])
+        self._gang(dataclasses.replace(resumed, attempt=1))
+        wanted, found = (_digests(context.workspace.adapter) for context in (undisturbed, resumed))
         if found != wanted:
             names = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
             raise StageFailure(
                 Stage.RESUME,
-                f"killed after a checkpoint and resumed, the run ends with other bytes than undisturbed: {', '.join(names)} "
-                "differ",
+                f"resumed from a checkpoint, the run ends with other bytes than undisturbed: {', '.join(names)} differ",
             )
 
     def _conclude(self, plan: RunPlan, undisturbed: RunContext, *, draws_random_numbers: bool) -> None:
@@ -183,30 +183,24 @@ class _Rehearsal:
             return None
         return child_tasks.Pair(sharded, self.paths.run("exact-alone", single_process_plan(plan), quiet=True))
 
-    def _gang(self, context: RunContext, killed_in_step: int | None = None) -> None:
-        """Train on all ranks; with `killed_in_step` the first is killed then, and with it the others."""
+    def _gang(self, context: RunContext) -> None:
+        """Train on all ranks."""
         world_size = context.plan.parallelism.world_size
         name = context.claims_root.name
-        store = self.paths.root / f"{name}-{'killed' if killed_in_step else 'whole'}.store"
+        store = f"file://{self.paths.root / name}.store"
         ended = self._children(
             {
-                f"{name}-rank-{rank}": partial(
-                    child_tasks.run_rank, context, rank, world_size, f"file://{store}", killed_in_step if rank == 0 else None
-                )
+                f"{name}-rank-{rank}": partial(child_tasks.run_rank, context, rank, world_size, store)
                 for rank in range(world_size)
             },
             together=True,
         )
-        reports = read_rank_reports(context.workspace.reports(Role.TRAIN.value, context.attempt))
-        # What a rank says of one that was killed on purpose is not a failure.
-        is_killed = killed_in_step is not None
-        cause = root_cause(report for report in reports if not (is_killed and report.failure is FailureClass.COLLECTIVE))
+        cause = root_cause(read_rank_reports(context.workspace.reports(Role.TRAIN.value, context.attempt)))
         if cause is not None:
             self._see_whether_ranks_can_meet(world_size)
             raise failure_of_stage(self.stage, _message_with_type(cause), cause.hint, cause.failure)
-        if not is_killed:
-            for each in ended.values():
-                _raise_for(self.stage, each)
+        for each in ended.values():
+            _raise_for(self.stage, each)
 
     def _see_whether_ranks_can_meet(self, world_size: int) -> None:
         """Raises Inconclusive if no two processes of this machine can: then a gang's failure says nothing about the job."""

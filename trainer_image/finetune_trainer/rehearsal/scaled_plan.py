@@ -13,8 +13,8 @@ from finetune_trainer.small_models.layers import KeptLayers
 from finetune_trainer.small_models.shrink import TRAINED_ROWS_SETTING, ConfigChange, SmallConfig, Tokens, trained_token_ids
 
 STEPS = 3
-KILLED_IN_STEP = 3
-"""Counted from 1: after the checkpoints of the steps before."""
+RESUMED_AFTER = 1
+"""Steps: what comes after is trained again from the checkpoint."""
 RANKS = 2
 MODEL_CLAIM, WORKSPACE_CLAIM, OUTPUT_CLAIM = "model", "workspace", "results"
 UNSCALED_PARAMETERS, UNSCALED_LAYERS = 4_000_000, 6
