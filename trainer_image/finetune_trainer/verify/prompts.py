@@ -12,8 +12,8 @@ from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 
 NUM_PROMPTS = 8
 NUM_TOKENS = 64
-"""Of each prompt, if the model has as many positions. Four of them fill a batch; products of prompts are most of a verification's
-time."""
+"""Of each prompt, if the model has as many positions. Together they fill a batch; products of prompts are most of the time of a
+verification."""
 _SPECIAL_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "sep_token_id", "unk_token_id")
 _POSITION_FIELDS = ("max_position_embeddings", "n_positions")
 _TOKENIZER_FILE, _TOKENIZER_CONFIG_FILE, _GENERATION_FILE = "tokenizer.json", "tokenizer_config.json", "generation_config.json"

@@ -29,9 +29,9 @@ from finetune_trainer.weights.errors import MergeError
 
 HEAD_BLOCK_BYTES = 64 << 20
 """Of an output head that are in memory at a time."""
-MAX_BATCH_POSITIONS = 256
-"""Of prompts that go through a model together, half of what one long prompt may have: a batch's logits are in memory at once.
-With as many rows, products spend little time on rearranging weights."""
+MAX_BATCH_POSITIONS = 512
+"""Of prompts that go through a model together, as many as one long prompt may have: a batch's logits are in memory at once.
+Products rearrange all weights for each batch, so few large ones take less time."""
 ALIGNED_BYTES = 64
 
 
