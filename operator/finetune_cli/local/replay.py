@@ -20,7 +20,7 @@ from finetune_cli.local.local_run import LocalRun, RunListener
 from finetune_cli.local.run_directory import RunDirectory, freeze, locked
 from finetune_job.api.base import ClaimPath
 from finetune_job.api.training import GradientReduction
-from finetune_job.layout import WorkspaceLayout
+from finetune_job.layout import OutputLayout, WorkspaceLayout
 from finetune_job.names import Role
 from finetune_job.plan.run_plan import RunPlan
 
@@ -103,6 +103,7 @@ class Replay:
         self.place = RunDirectory(scratch)
         self._original = WorkspaceLayout(claims[plan.workspace.claim] / plan.workspace.path)
         self.workspace = WorkspaceLayout(scratch / SCRATCH_CLAIM / self.plan.workspace.path)
+        self.output = OutputLayout(scratch / SCRATCH_CLAIM / self.plan.output.path)
         uses = claims_of(self.plan)
         places = claim_directories(uses, scratch, {**claims, SCRATCH_CLAIM: scratch / SCRATCH_CLAIM})
         link_claims(uses, places, self.place.claims)
