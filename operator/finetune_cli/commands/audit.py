@@ -103,17 +103,17 @@ def audit(order: AuditOrder, count: int, seed: int | None, console: Console) -> 
         with LiveView(console, run.title) as view, Trainer() as trainer:
             for interval in drawn:
                 console.print(f"{run.title}: computing {interval} again", markup=False, soft_wrap=True)
-                replay = Replay(run.plan, run.claims, scratch / f"interval-{interval.end}", trainer)
-                replay.take_inputs([checkpoint_name(interval.start)] if interval.start else [])
-                replay.run((Role.TRAIN,), view, interruption, ranks=ranks, until_step=interval.end)
+                with Replay(run.plan, run.claims, scratch / f"interval-{interval.end}", trainer) as replay:
+                    replay.take_inputs([checkpoint_name(interval.start)] if interval.start else [])
+                    replay.run((Role.TRAIN,), view, interruption, ranks=ranks, until_step=interval.end)
                 ours, theirs = (each.checkpoints / checkpoint_name(interval.end) for each in (run.workspace, replay.workspace))
                 said = difference("checkpoints", ours, theirs, interruption)
                 if said is not None:
                     run.findings.append(_interval_differs(interval, said, _device_note(parts, replay.workspace)))
                 shutil.rmtree(replay.place.root)
             if parts.exported_step is not None:
-                replay = Replay(run.plan, run.claims, scratch / "result", trainer)
-                _compare_result(run, parts, replay, view, interruption, ranks=ranks)
+                with Replay(run.plan, run.claims, scratch / "result", trainer) as replay:
+                    _compare_result(run, parts, replay, view, interruption, ranks=ranks)
         return AuditEnd(run.title, run.findings, drawn, len(available), seed, parts.exported_step is not None)
 
 
@@ -128,8 +128,11 @@ def reproduce(order: AuditOrder, console: Console) -> AuditEnd:
         ranks = _ranks(run.plan, order, parts)
         if not run.results:
             raise LocalError(f"{run.title}: has no trained result to compare with; let it train to its end with `finetune run`")
-        with LiveView(console, run.title) as view, Trainer() as trainer:
-            replay = Replay(run.plan, run.claims, scratch / "again", trainer)
+        with (
+            LiveView(console, run.title) as view,
+            Trainer() as trainer,
+            Replay(run.plan, run.claims, scratch / "again", trainer) as replay,
+        ):
             replay.run((Role.PREFLIGHT,), view, interruption, ranks=ranks)
             run.findings += _inputs_differ(run.workspace, replay.workspace)
             is_same_data = not any(finding.severity == "error" for finding in run.findings)
@@ -142,17 +145,14 @@ def reproduce(order: AuditOrder, console: Console) -> AuditEnd:
                         when = "" if step is None else f"; the history differs from step {step} on"
                         note = _device_note(parts, replay.workspace)
                         run.findings.append(_result_differs(place, f"is not what the plan gives: {said}{when}{note}"))
-            problem = _not_merged(run) if is_same_data and run.plan.merge.enabled else None
-            is_merged = is_same_data and run.plan.merge.enabled and problem is None
-            if problem is not None:
-                run.findings.append(problem)
-            elif is_merged:
+            is_merged = is_same_data and run.plan.merge.enabled and _can_be_merged(run)
+            if is_merged:
                 _compare_merged(run, replay, scratch / _CLAIMS, view, interruption)
         return AuditEnd(run.title, run.findings, has_compared_result=is_same_data, has_compared_merged=is_merged)
 
 
-def _not_merged(run: _Audited) -> Finding | None:
-    """Why there is no merged model to compare, or none that could be the same; None: there is one."""
+def _can_be_merged(run: _Audited) -> bool:
+    """Whether there is a merged model that could be the same; if not, a finding says why."""
     merged = run.output.merged
     if any(finding.severity == "error" for finding in run.findings):
         message = f"the adapter differs already, so nothing was merged, and {merged} is not compared"
@@ -161,8 +161,9 @@ def _not_merged(run: _Audited) -> Finding | None:
         message = f"{merged} is not there, so the merged model is not compared"
         fix = "Let the run come to its end with `finetune run`"
     else:
-        return None
-    return audit_finding("audit-not-proven", field=merged.name, message=message, fix=fix)
+        return True
+    run.findings.append(audit_finding("audit-not-proven", field=merged.name, message=message, fix=fix))
+    return False
 
 
 def _compare_merged(run: _Audited, replay: Replay, claims: Path, view: LiveView, interruption: Interruption) -> None:
