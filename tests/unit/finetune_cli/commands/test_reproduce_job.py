@@ -178,11 +178,16 @@ def test_somebody_who_waits_sees_how_far_it_is_and_what_came_of_it(
     ]
     # Other records: nobody waits for a training that cannot lead to the same.
     becomes({**trains, "plan": {"hash": "", "dataHash": "0" * 64}}, "3")
+    kept = copy.deepcopy(server.objects[f"{JOBS}/{AGAIN}"])
+    # The two jobs are read, and the new one once more; whoever looks longer finds it gone.
+    after_requests(server, monkeypatch, [*[lambda: None] * 3, lambda: server.objects.pop(f"{JOBS}/{AGAIN}")])
     done = run("reproduce succeeded --wait -o json")
     assert (done.exit_code, "team/succeeded-reproduced: Running" in done.stderr) == (1, True)
     document = json.loads(done.stdout)
     assert [each["rule"] for each in document["findings"]] == ["audit-data-differs"]
     assert (document["comparedResult"], document["runAgainAs"]) == (False, "team/succeeded-reproduced")
+    assert run("status succeeded").exit_code == 0
+    server.put(JOBS, kept)
     becomes(copy.deepcopy(objects.FAILED["status"]), "4")
     done = run("reproduce succeeded --wait")
     assert done.exit_code == 3
