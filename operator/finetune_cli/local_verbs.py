@@ -228,7 +228,7 @@ def audit(
 @local_app.command()
 def reproduce(
     *,
-    run: Annotated[
+    job: Annotated[
         str,
         typer.Argument(
             metavar="JOB",
@@ -273,7 +273,7 @@ def reproduce(
         "--claim": claim is not None,
         "--ranks": ranks is not None,
         "--scratch": scratch is not None,
-        "its directory": RunDirectory(Path(run)).plan.is_file(),
+        "its directory": RunDirectory(Path(job)).plan.is_file(),
     }
     of_cluster = {"--wait": wait, "--nodes": nodes is not None, "--name": new_name is not None, "--context": context is not None}
     here, there = ([name for name, is_given in each.items() if is_given] for each in (of_machine, of_cluster))
@@ -288,7 +288,7 @@ def reproduce(
             from finetune_cli.commands.audit import reproduce as reproduce_run
             from finetune_cli.local.claims import parse_claims
 
-            order = AuditOrder(run, claims or DEFAULT_CLAIMS, namespace, parse_claims(claim or []), ranks, scratch)
+            order = AuditOrder(job, claims or DEFAULT_CLAIMS, namespace, parse_claims(claim or []), ranks, scratch)
             end = reproduce_run(order, Console(highlight=False, stderr=output is not Output.TEXT))
         else:
             from finetune_cli.cluster.objects import Cluster
@@ -297,7 +297,7 @@ def reproduce(
             def tell(said: str) -> None:
                 typer.echo(said.rstrip(), err=output is not Output.TEXT)
 
-            end = reproduce_job(Cluster(context, namespace), ReproductionOrder(run, new_name, nodes, waits=wait), tell)
+            end = reproduce_job(Cluster(context, namespace), ReproductionOrder(job, new_name, nodes, waits=wait), tell)
     if isinstance(end, AuditEnd):
         print_answer(output, lambda: audit_text(end), lambda: audit_document(end))
         raise typer.Exit(end.exit_code)
