@@ -1,17 +1,21 @@
-"""The verbs that work on this machine alone: run, attach, stop, audit, reproduce, rehearse, merge."""
+"""The verbs that work on this machine: run, attach, stop, audit, rehearse, merge; and reproduce, also for jobs of a cluster."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life, text_of
-from finetune_cli.cluster_verbs import DEFAULT_CLAIMS
+from finetune_cli.cluster_verbs import DEFAULT_CLAIMS, Claims, Context, Local
+from finetune_cli.exit_codes import LocalError
 from finetune_job.api.base import Dtype
 from finetune_job.api.output import MergeBase, MergeSpec
+
+if TYPE_CHECKING:
+    from finetune_cli.commands.change_jobs import Change
 
 local_app = typer.Typer()
 
@@ -224,27 +228,77 @@ def audit(
 @local_app.command()
 def reproduce(
     *,
-    run: RunName,
-    ranks: ReplayRanks = None,
-    namespace: AnyNamespace = None,
-    claims: ClaimsDirectory = DEFAULT_CLAIMS,
+    job: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB",
+            help="Name of a job of the cluster; with --local or --claims that of a run of this machine, or its directory.",
+        ),
+    ],
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Show how far the new job is until it has ended, and compare. Ctrl-C ends this alone.")
+    ] = False,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Train as many ranks on so many nodes: for training.reduction Ordered. Unset: as the job does."),
+    ] = None,
+    new_name: Annotated[str | None, typer.Option("--name", help="Name of the new job. Unset: JOB-reproduced.")] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            "-n", "--namespace", help="Namespace. Unset: that of the kubeconfig's context; of a run of this machine any."
+        ),
+    ] = None,
+    context: Context = None,
+    local: Local = False,
+    claims: Claims = None,
     claim: ClaimPaths = None,
+    ranks: ReplayRanks = None,
     scratch: Scratch = None,
     output: AuditForm = Output.TEXT,
 ) -> None:
-    """Run the plan of a run again from nothing, and compare the bytes of what comes out with its result.
+    """Run the plan of a job again from nothing, and compare the bytes of what comes out with its result.
 
-    The run is only read. Exit code: 0 the same, 1 different, 2 unusable input, 3 it could not be run again, 130 interrupted.
+    A job of the cluster is run again as a job of its own, which publishes nothing; call the command again to compare. A run of
+    this machine (--local, --claims, --claim, --ranks, --scratch, or its directory) is run again here, and only read.
+    Exit code: 0 the same, or the new job was created, 1 different or refused, 2 unusable input, 3 it could not be run again, or
+    has not ended, 130 interrupted.
     """
-    from rich.console import Console
+    from finetune_cli.local.run_directory import RunDirectory
+    from finetune_cli.render.audit import AuditEnd, audit_document, audit_text
 
-    from finetune_cli.commands.audit import AuditOrder
-    from finetune_cli.commands.audit import reproduce as reproduce_run
-    from finetune_cli.local.claims import parse_claims
-    from finetune_cli.render.audit import audit_document, audit_text
-
+    of_machine = {
+        "--local": local,
+        "--claims": claims is not None,
+        "--claim": claim is not None,
+        "--ranks": ranks is not None,
+        "--scratch": scratch is not None,
+        "its directory": RunDirectory(Path(job)).plan.is_file(),
+    }
+    of_cluster = {"--wait": wait, "--nodes": nodes is not None, "--name": new_name is not None, "--context": context is not None}
+    here, there = ([name for name, is_given in each.items() if is_given] for each in (of_machine, of_cluster))
+    end: Change | AuditEnd
     with errors_told():
-        order = AuditOrder(run, claims, namespace, parse_claims(claim or []), ranks, scratch)
-        end = reproduce_run(order, Console(highlight=False, stderr=output is not Output.TEXT))
-    print_answer(output, lambda: audit_text(end), lambda: audit_document(end))
-    raise typer.Exit(end.exit_code)
+        if here and there:
+            raise LocalError(f"{there[0]}: is for a job of a cluster, and {here[0]} is for a run of this machine; leave one out")
+        if here:
+            from rich.console import Console
+
+            from finetune_cli.commands.audit import AuditOrder
+            from finetune_cli.commands.audit import reproduce as reproduce_run
+            from finetune_cli.local.claims import parse_claims
+
+            order = AuditOrder(job, claims or DEFAULT_CLAIMS, namespace, parse_claims(claim or []), ranks, scratch)
+            end = reproduce_run(order, Console(highlight=False, stderr=output is not Output.TEXT))
+        else:
+            from finetune_cli.cluster.objects import Cluster
+            from finetune_cli.commands.reproduce_job import ReproductionOrder, reproduce_job
+
+            def tell(said: str) -> None:
+                typer.echo(said.rstrip(), err=output is not Output.TEXT)
+
+            end = reproduce_job(Cluster(context, namespace), ReproductionOrder(job, new_name, nodes, waits=wait), tell)
+    if isinstance(end, AuditEnd):
+        print_answer(output, lambda: audit_text(end), lambda: audit_document(end))
+        raise typer.Exit(end.exit_code)
+    print_answer(output, end.text, end.document)

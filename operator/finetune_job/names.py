@@ -28,6 +28,8 @@ LABEL_TEAM = f"{GROUP}/team"
 """On a FineTuneJob: who is charged for it. Without it its namespace is."""
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGED_BY = "finetune-operator"
+ANNOTATION_REPRODUCES = f"{GROUP}/reproduces"
+"""UID of the job that a job runs again."""
 ANNOTATION_PLAN_SHA256 = f"{GROUP}/plan-sha256"
 
 PLAN_KEY = "plan.json"

@@ -194,6 +194,16 @@ def test_merge_as_a_command_gives_the_bytes_of_the_run(inputs: Path, undisturbed
     assert not (tmp_path / "refused").exists()
 
 
+@pytest.mark.nightly
+def test_it_is_reproduced_with_its_merged_model(undisturbed: tuple[Path, str]) -> None:
+    claims, _ = undisturbed
+    command = [FINETUNE, "reproduce", "quickstart", "--claims", claims, "-o", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    document = json.loads(done.stdout)
+    assert (document["outcome"], document["findings"], document["comparedMerged"]) == ("same", [], True)
+
+
 def end_in_training(claims: Path, manifest: Path, environment: Mapping[str, str], end: Callable[[int], None]) -> None:
     """Run until there is a further checkpoint, and end it, given the command's process."""
     process, before = start(claims, manifest, environment), checkpoints(claims)

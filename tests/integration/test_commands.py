@@ -183,14 +183,15 @@ def test_logs_archives_and_workspaces_need_what_the_page_says(caller: Caller) ->
             assert f"you may not {named}; ask for a Role with this right" in done.stderr
 
 
-def test_the_pod_that_reads_a_workspace_is_admitted_and_deleted(caller: Caller) -> None:
+@pytest.mark.parametrize("command", ["checkpoints", "reproduce"])
+def test_the_pod_that_reads_a_workspace_is_admitted_and_deleted(caller: Caller, command: str) -> None:
     kube, namespace = caller.workload.kube, caller.workload.namespace
     kube.patch("Namespace", "", namespace, {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}})
     plan = {"metadata": {"name": "succeeded-plan"}, "data": {"plan.json": canonical_json(a_job().plan())}}
     kube.create("ConfigMap", namespace, plan)
-    user = caller.with_rights("checkpoints", rights_of("checkpoints JOB").needed)
+    user = caller.with_rights(command, rights_of(f"{command} JOB").needed)
     with ThreadPoolExecutor() as threads:
-        answer = threads.submit(user, "checkpoints succeeded")
+        answer = threads.submit(user, f"{command} succeeded")
         made = wait_until(lambda: kube.list("Pod", namespace, "finetune.dev/reader"), "the pod that reads", 60)
         # Nothing runs pods here, so this kubelet reports what one would of a claim that cannot be mounted.
         name = made[0]["metadata"]["name"]

@@ -150,9 +150,15 @@ def read_workspace(
     names: list[str],
     tail: int = 0,
     pause: Callable[[float], None] = time.sleep,
+    *,
+    of_results: bool = False,
 ) -> Generator[Mapping[str, Any]]:
-    """What the pod prints, a file after another. Raises ClusterError, also if the pod cannot run or ends early."""
-    document = reader_pod(job, workspace_of(cluster, job), secrets.token_hex(4), names, tail)
+    """What the pod prints, a file after another. of_results: from the folder of the results, instead of the job's own.
+
+    Raises ClusterError, also if the pod cannot run or ends early.
+    """
+    access = workspace_of(cluster, job)
+    document = reader_pod(job, access.of_results() if of_results else access, secrets.token_hex(4), names, tail)
     with short_lived(cluster, document, job.namespace, "Succeeded", pause) as path:
         yield from _printed(cluster, path, job)
 

@@ -15,14 +15,14 @@ from rich.console import Console
 
 from finetune_cli.commands.run import check_given
 from finetune_cli.exit_codes import ExitCode, LocalError
-from finetune_cli.local.audit_process import AuditedParts, difference, inspect_run
+from finetune_cli.local.audit_process import AuditedParts, AuditedPlan, difference, inspect_run, merged_difference
 from finetune_cli.local.claims import claims_of, link_claims
 from finetune_cli.local.known_runs import named_runs
 from finetune_cli.local.launch import Interruption, Trainer, check_trainer
 from finetune_cli.local.replay import Interval, Replay, check_ranks, claims_of_run, draw, kept_intervals
 from finetune_cli.local.run_directory import RunDirectory, holder_of, read_record
 from finetune_cli.local.summary import read_history
-from finetune_cli.render.audit import AuditEnd
+from finetune_cli.render.audit import AuditEnd, device_note
 from finetune_cli.render.run import LiveView
 from finetune_job.api.training import GradientReduction
 from finetune_job.catalogue.book import audit_finding
@@ -33,6 +33,8 @@ from finetune_job.plan.digest import text_sha256
 from finetune_job.plan.run_plan import RunPlan
 
 _STOPPING = "what is computed again is given up"
+_CLAIMS = "claims"
+"""Directory of links to the claims of the run."""
 _COMPARED = ("tokens", "supervised_tokens", "learning_rate", "loss", "gradient_norm", "eval_loss")
 """Of a line of the history, in the order in which one leads to the next."""
 _KEEP = "set spec.checkpoint.keep, and everySteps, in the next job so that more are kept; `finetune reproduce` runs all steps"
@@ -71,10 +73,17 @@ class _Audited:
         return WorkspaceLayout(self.claims[self.plan.workspace.claim] / self.plan.workspace.path)
 
     @property
+    def output(self) -> OutputLayout:
+        return OutputLayout(self.claims[self.plan.output.claim] / self.plan.output.path)
+
+    def seen_at(self, claims_root: Path) -> AuditedPlan:
+        """For the process that looks at it by way of links in this directory."""
+        return AuditedPlan(self.place.plan, self.plan_sha256, claims_root)
+
+    @property
     def results(self) -> list[Path]:
         """Directories of what was trained: on the workspace, and where it was published."""
-        output = OutputLayout(self.claims[self.plan.output.claim] / self.plan.output.path)
-        published = output.adapter if self.plan.method.trains_adapter else output.merged
+        published = self.output.adapter if self.plan.method.trains_adapter else self.output.merged
         return [place for place in (self.workspace.adapter, published) if place.is_dir()]
 
 
@@ -94,17 +103,17 @@ def audit(order: AuditOrder, count: int, seed: int | None, console: Console) -> 
         with LiveView(console, run.title) as view, Trainer() as trainer:
             for interval in drawn:
                 console.print(f"{run.title}: computing {interval} again", markup=False, soft_wrap=True)
-                replay = Replay(run.plan, run.claims, scratch / f"interval-{interval.end}", trainer)
-                replay.take_inputs([checkpoint_name(interval.start)] if interval.start else [])
-                replay.run((Role.TRAIN,), view, interruption, ranks=ranks, until_step=interval.end)
+                with Replay(run.plan, run.claims, scratch / f"interval-{interval.end}", trainer) as replay:
+                    replay.take_inputs([checkpoint_name(interval.start)] if interval.start else [])
+                    replay.run((Role.TRAIN,), view, interruption, ranks=ranks, until_step=interval.end)
                 ours, theirs = (each.checkpoints / checkpoint_name(interval.end) for each in (run.workspace, replay.workspace))
                 said = difference("checkpoints", ours, theirs, interruption)
                 if said is not None:
                     run.findings.append(_interval_differs(interval, said, _device_note(parts, replay.workspace)))
                 shutil.rmtree(replay.place.root)
             if parts.exported_step is not None:
-                replay = Replay(run.plan, run.claims, scratch / "result", trainer)
-                _compare_result(run, parts, replay, view, interruption, ranks=ranks)
+                with Replay(run.plan, run.claims, scratch / "result", trainer) as replay:
+                    _compare_result(run, parts, replay, view, interruption, ranks=ranks)
         return AuditEnd(run.title, run.findings, drawn, len(available), seed, parts.exported_step is not None)
 
 
@@ -119,8 +128,11 @@ def reproduce(order: AuditOrder, console: Console) -> AuditEnd:
         ranks = _ranks(run.plan, order, parts)
         if not run.results:
             raise LocalError(f"{run.title}: has no trained result to compare with; let it train to its end with `finetune run`")
-        with LiveView(console, run.title) as view, Trainer() as trainer:
-            replay = Replay(run.plan, run.claims, scratch / "again", trainer)
+        with (
+            LiveView(console, run.title) as view,
+            Trainer() as trainer,
+            Replay(run.plan, run.claims, scratch / "again", trainer) as replay,
+        ):
             replay.run((Role.PREFLIGHT,), view, interruption, ranks=ranks)
             run.findings += _inputs_differ(run.workspace, replay.workspace)
             is_same_data = not any(finding.severity == "error" for finding in run.findings)
@@ -133,7 +145,33 @@ def reproduce(order: AuditOrder, console: Console) -> AuditEnd:
                         when = "" if step is None else f"; the history differs from step {step} on"
                         note = _device_note(parts, replay.workspace)
                         run.findings.append(_result_differs(place, f"is not what the plan gives: {said}{when}{note}"))
-        return AuditEnd(run.title, run.findings, has_compared_result=is_same_data)
+            is_merged = is_same_data and run.plan.merge.enabled and _can_be_merged(run)
+            if is_merged:
+                _compare_merged(run, replay, scratch / _CLAIMS, view, interruption)
+        return AuditEnd(run.title, run.findings, has_compared_result=is_same_data, has_compared_merged=is_merged)
+
+
+def _can_be_merged(run: _Audited) -> bool:
+    """Whether there is a merged model that could be the same; if not, a finding says why."""
+    merged = run.output.merged
+    if any(finding.severity == "error" for finding in run.findings):
+        message = f"the adapter differs already, so nothing was merged, and {merged} is not compared"
+        fix = "Find out first why the adapter differs"
+    elif not merged.is_dir() and not run.output.checksums.is_file():
+        message = f"{merged} is not there, so the merged model is not compared"
+        fix = "Let the run come to its end with `finetune run`"
+    else:
+        return True
+    run.findings.append(audit_finding("audit-not-proven", field=merged.name, message=message, fix=fix))
+    return False
+
+
+def _compare_merged(run: _Audited, replay: Replay, claims: Path, view: LiveView, interruption: Interruption) -> None:
+    """Merge the adapter that came out, which is the run's own."""
+    replay.run((Role.MERGE,), view, interruption, ranks=None)
+    said = merged_difference(run.seen_at(claims), replay.output.merged, interruption)
+    if said is not None:
+        run.findings.append(_result_differs(run.output.merged, f"is not what merging gives: {said}"))
 
 
 def first_other_step(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> int | None:
@@ -188,9 +226,9 @@ def _look(run: _Audited, scratch: Path, interruption: Interruption, console: Con
         )
         return None
     console.print(f"{run.title}: comparing plan, data, base model, checkpoints and results", markup=False, soft_wrap=True)
-    view = scratch / "claims"
+    view = scratch / _CLAIMS
     link_claims(claims_of(run.plan), run.claims, view)
-    parts = inspect_run(run.place.plan, run.plan_sha256, view, interruption)
+    parts = inspect_run(run.seen_at(view), interruption)
     run.findings += [_with_places(finding, view, run.claims) for finding in parts.findings]
     return parts
 
@@ -284,12 +322,5 @@ def _result_differs(place: Path, message: str) -> Finding:
 
 
 def _device_note(parts: AuditedParts, replayed: WorkspaceLayout) -> str:
-    """Said of a difference that the device alone may explain."""
     here = {line["device"] for line in read_history(replayed.accounts) if isinstance(line.get("device"), str)}
-    if here == set(parts.devices) and here - {"cpu"}:
-        return (
-            f" (computed on {', '.join(sorted(here))}, whose kernels may add up in another order each time: no proof either way)"
-        )
-    if not here or not parts.devices or here == set(parts.devices):
-        return ""
-    return f" (trained on {', '.join(parts.devices)}, computed again on {', '.join(sorted(here))}: other devices round otherwise)"
+    return device_note(set(parts.devices), here)

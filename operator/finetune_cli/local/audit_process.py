@@ -38,9 +38,22 @@ class AuditedParts:
         return any(finding.severity == "error" for finding in self.findings)
 
 
-def inspect_run(plan: Path, plan_sha256: str, claims_root: Path, interruption: Interruption) -> AuditedParts:
+@dataclass(frozen=True)
+class AuditedPlan:
+    """The frozen plan of a run, and the directory in which its claims are."""
+
+    path: Path
+    sha256: str
+    claims_root: Path
+
+    def arguments(self) -> list[str]:
+        """For the process."""
+        return ["--plan", str(self.path), "--plan-sha256", self.sha256, "--claims-root", str(self.claims_root)]
+
+
+def inspect_run(plan: AuditedPlan, interruption: Interruption) -> AuditedParts:
     """Look at all parts of a run. Raises LocalError."""
-    told = _answer(["look", "--plan", str(plan), "--plan-sha256", plan_sha256, "--claims-root", str(claims_root)], interruption)
+    told = _answer(["look", *plan.arguments()], interruption)
     last = told["checkpoints"][-1] if told["checkpoints"] else {}
     return AuditedParts(
         tuple(Finding.model_validate(finding) for finding in told["findings"]),
@@ -55,6 +68,12 @@ def inspect_run(plan: Path, plan_sha256: str, claims_root: Path, interruption: I
 def difference(what: str, expected: Path, found: Path, interruption: Interruption) -> str | None:
     """What differs first. what: `checkpoints` or `results`. Raises LocalError."""
     said = _answer([what, "--expected", str(expected), "--found", str(found)], interruption)["difference"]
+    return None if said is None else str(said)
+
+
+def merged_difference(plan: AuditedPlan, found: Path, interruption: Interruption) -> str | None:
+    """What differs first between the merged model of a run and one that was made again. Raises LocalError."""
+    said = _answer(["merged", *plan.arguments(), "--found", str(found)], interruption)["difference"]
     return None if said is None else str(said)
 
 

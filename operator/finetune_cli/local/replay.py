@@ -9,9 +9,11 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Self
 
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.claims import claim_directories, claims_of, link_claims
@@ -20,7 +22,7 @@ from finetune_cli.local.local_run import LocalRun, RunListener
 from finetune_cli.local.run_directory import RunDirectory, freeze, locked
 from finetune_job.api.base import ClaimPath
 from finetune_job.api.training import GradientReduction
-from finetune_job.layout import WorkspaceLayout
+from finetune_job.layout import OutputLayout, WorkspaceLayout
 from finetune_job.names import Role
 from finetune_job.plan.run_plan import RunPlan
 
@@ -95,17 +97,27 @@ def claims_of_run(run: RunDirectory, plan: RunPlan, given: Mapping[str, Path]) -
 
 
 class Replay:
-    """A scratch directory in which the plan of a run runs again."""
+    """A scratch directory in which the plan of a run runs again. It stays locked from the first role to the end of the block,
+    because the trainer's process, which serves all roles, keeps the lock that it began with.
+    """
 
     def __init__(self, plan: RunPlan, claims: Mapping[str, Path], scratch: Path, trainer: Trainer) -> None:
         """`claims`: directories of the run's own claims. Raises LocalError."""
         self.plan, self._trainer = replay_plan(plan), trainer
+        self._held, self._lock = ExitStack(), -1
         self.place = RunDirectory(scratch)
         self._original = WorkspaceLayout(claims[plan.workspace.claim] / plan.workspace.path)
         self.workspace = WorkspaceLayout(scratch / SCRATCH_CLAIM / self.plan.workspace.path)
+        self.output = OutputLayout(scratch / SCRATCH_CLAIM / self.plan.output.path)
         uses = claims_of(self.plan)
         places = claim_directories(uses, scratch, {**claims, SCRATCH_CLAIM: scratch / SCRATCH_CLAIM})
         link_claims(uses, places, self.place.claims)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._held.close()
 
     def take_inputs(self, checkpoints: Sequence[str]) -> None:
         """Have what preflight has made, and checkpoints by the names of their directories. Raises LocalError."""
@@ -139,11 +151,11 @@ class Replay:
         until_step: int | None = None,
     ) -> None:
         """Run these roles to their end. Raises LocalError if one does not end well."""
-        with locked(self.place) as lock:
-            local_run = LocalRun(
-                self.place, self.plan, freeze(self.place, self.plan), lock, listener, ranks=ranks, until_step=until_step
-            )
-            code = local_run.execute(0, interruption, roles=roles, trainer=self._trainer)
+        if self._lock < 0:
+            self._lock = self._held.enter_context(locked(self.place))
+        record = freeze(self.place, self.plan)
+        local_run = LocalRun(self.place, self.plan, record, self._lock, listener, ranks=ranks, until_step=until_step)
+        code = local_run.execute(0, interruption, roles=roles, trainer=self._trainer)
         if code is ExitCode.INTERRUPTED:
             raise LocalError("interrupted; nothing was changed", code)
         if code is not ExitCode.DONE:

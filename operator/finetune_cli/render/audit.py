@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,9 @@ class AuditEnd:
     """That could have been drawn."""
     seed: int | None = None
     has_compared_result: bool = False
+    has_compared_merged: bool = False
+    run_again_as: str = ""
+    """The job of a cluster that has run it again; empty: it was this machine."""
 
     @property
     def exit_code(self) -> ExitCode:
@@ -38,8 +41,12 @@ def audit_text(end: AuditEnd) -> str:
     if end.seed is not None:
         shown = ", ".join(map(str, end.intervals))
         lines.append(f"  computed again: {shown} ({len(end.intervals)} of {end.available} intervals, --seed {end.seed})")
+    if end.run_again_as:
+        lines.append(f"  run again as: {end.run_again_as}")
     if end.has_compared_result:
-        lines.append("  compared: the trained result, byte for byte")
+        merged = " and the merged model" if end.has_compared_merged else ""
+        how = "by the SHA-256 of each file" if end.run_again_as else "byte for byte"
+        lines.append(f"  compared: the trained result{merged}, {how}")
     return "\n".join([*lines, ""])
 
 
@@ -53,4 +60,19 @@ def audit_document(end: AuditEnd) -> dict[str, Any]:
         "available": end.available,
         "seed": end.seed,
         "comparedResult": end.has_compared_result,
+        "comparedMerged": end.has_compared_merged,
+        "runAgainAs": end.run_again_as or None,
     }
+
+
+def device_note(trained: Set[str], again: Set[str]) -> str:
+    """Said of a difference that the devices alone may explain, which trained the run and computed it again."""
+    if again == trained and again - {"cpu"}:
+        return (
+            f" (computed on {', '.join(sorted(again))}, whose kernels may add up in another order each time: no proof either way)"
+        )
+    if not again or not trained or again == trained:
+        return ""
+    return (
+        f" (trained on {', '.join(sorted(trained))}, computed again on {', '.join(sorted(again))}: other devices round otherwise)"
+    )

@@ -1,4 +1,4 @@
-"""Whether two checkpoints, or two trained results, hold the same bytes; the first tensor that differs. Without torch.
+"""Whether two checkpoints, trained results or merged models hold the same bytes; the first tensor that differs. Without torch.
 
 Ranges of a parameter are in other files for every number of ranks, so values are compared, and not files.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune_trainer.checkpoint.manifest import MANIFEST, decode_manifest
 from finetune_trainer.errors import CheckpointError
-from finetune_trainer.files import open_regular, read_own
+from finetune_trainer.files import MANIFEST_FILE, open_regular, read_own, sha256_beneath
 from finetune_trainer.weights.headers import DTYPE_BYTES, TensorHeader, read_header
 
 _CHUNK_BYTES = 1 << 20
@@ -76,6 +76,34 @@ def results_difference(expected: Path, found: Path, names: Sequence[str]) -> Byt
         elif read_own(expected / name) != read_own(found / name):
             return ByteDifference(name, "has other bytes")
     return None
+
+
+def merged_difference(expected: Path, found: Path, recorded: Mapping[str, str]) -> ByteDifference | None:
+    """The first file that differs between two merged models, by SHA-256, and of weights the first tensor. Their manifests name
+    what they were merged from, and are not compared.
+
+    recorded: SHA-256 by name, as the list of the expected model's results has them; empty: there is none. Its files may be gone.
+    Raises BrokenCheckpointError, OSError.
+    """
+    written = _files_of(found)
+    names = {*(recorded or _files_of(expected)), *written} - {MANIFEST_FILE}
+    for name in sorted(names, key=lambda name: (not name.endswith(_SUFFIX), name)):
+        if name not in written:
+            return ByteDifference(name, "is not made again")
+        sha256 = sha256_beneath(found, name)
+        own = sha256_beneath(expected, name) if (expected / name).is_file() else None
+        if own is None and name not in recorded:
+            return ByteDifference(name, "is made besides")
+        if own is not None and own != sha256:
+            tensor = results_difference(expected, found, [name]) if name.endswith(_SUFFIX) else None
+            return ByteDifference(name, "has other bytes" if tensor is None else f"has other bytes: {tensor}")
+        if recorded.get(name, sha256) != sha256:
+            return ByteDifference(name, f"is {sha256}, and the run's list of checksums names {recorded[name]}")
+    return None
+
+
+def _files_of(directory: Path) -> set[str]:
+    return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
 
 
 def _checkpoint_tensors(directory: Path) -> _Tensors:

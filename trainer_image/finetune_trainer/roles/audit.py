@@ -14,12 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from finetune_job.failures import EXIT_CODES
-from finetune_trainer.checkpoint.compare import ByteDifference, checkpoint_difference, results_difference
-from finetune_trainer.context import add_run_arguments, run_context
+from finetune_trainer.checkpoint.compare import (
+    ByteDifference,
+    checkpoint_difference,
+    merged_difference,
+    results_difference,
+)
+from finetune_trainer.context import RunContext, add_run_arguments, run_context
 from finetune_trainer.errors import classify
-from finetune_trainer.files import MANIFEST_FILE
+from finetune_trainer.files import MANIFEST_FILE, read_own
 from finetune_trainer.inspection.audit import inspect_run
 from finetune_trainer.processes.start import die_with, end, keep_torch_out
+from finetune_trainer.release.checksums import parse_checksums
+from finetune_trainer.release.files import release_layout
 from finetune_trainer.weights.headers import read_json
 
 
@@ -34,6 +41,9 @@ def parser() -> argparse.ArgumentParser:
         compare = orders.add_parser(name, help=what)
         compare.add_argument("--expected", type=Path, required=True)
         compare.add_argument("--found", type=Path, required=True)
+    merged = orders.add_parser("merged", help="the merged model of a run, and one that was made again")
+    add_run_arguments(merged)
+    merged.add_argument("--found", type=Path, required=True)
     return top
 
 
@@ -43,8 +53,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         return inspect_run(run_context(arguments)).document()
     if arguments.order == "checkpoints":
         return _answer(checkpoint_difference(arguments.expected, arguments.found))
+    if arguments.order == "merged":
+        context = run_context(arguments)
+        return _answer(merged_difference(context.output.merged, arguments.found, _merged_checksums(context)))
     names = sorted(read_json(arguments.found / MANIFEST_FILE)["files"])
     return _answer(results_difference(arguments.expected, arguments.found, names))
+
+
+def _merged_checksums(context: RunContext) -> dict[str, str]:
+    """SHA-256 of the merged model's files, by their names in its directory, as the list of the results has them."""
+    path, layout = context.output.checksums, release_layout(context.plan)
+    listed = parse_checksums(read_own(path).decode(errors="replace")) if path.is_file() else None
+    local = {layout.in_results(name): sha256 for name, sha256 in (listed or {}).items()}
+    prefix = f"{context.output.merged.name}/"
+    return {name.removeprefix(prefix): sha256 for name, sha256 in local.items() if name.startswith(prefix)}
 
 
 def _answer(difference: ByteDifference | None) -> dict[str, Any]:

@@ -65,7 +65,14 @@ class ApiServer:
             return 200, "".join(lines[-int(query["tailLines"][0]) :] if "tailLines" in query else lines)
         if method == "POST":
             document = json.loads(body)
-            self._create(f"{path}/{document['metadata']['name']}", document)
+            made = f"{path}/{document['metadata']['name']}"
+            if made in self.objects:
+                return self._status(409, "AlreadyExists", f'{plural} "{document["metadata"]["name"]}" already exists')
+            if plural == "pods":
+                self._create(made, document)
+            else:
+                document["metadata"] |= {"namespace": path.split("/namespaces/")[1].split("/")[0], "uid": f"uid of {made}"}
+                self.objects[made] = document
             return 201, json.dumps(document)
         if not name:
             wanted = dict(one.split("=") for one in query.get("labelSelector", [""])[0].split(",") if "=" in one)

@@ -19,8 +19,10 @@ from finetune_cli.local.replay import Interval, draw
 from finetune_cli.local.run_directory import RunDirectory
 from finetune_cli.render.audit import AuditEnd, audit_text
 from finetune_job.names import Role
+from finetune_trainer.files import file_sha256
 from finetune_trainer.roles.audit import parser, run
-from tests.support.audited_run import INTERVALS, TAMPERINGS, ForkedReplay, audited_run, context_of, copied
+from finetune_trainer.weights.headers import SINGLE_FILE, read_header
+from tests.support.audited_run import INTERVALS, TAMPERINGS, ForkedReplay, audited_run, change_value, context_of, copied
 
 AS_OTHERS = ("learning rate", "base weight")
 """Found in the same way as a changed record, so once a night is often enough."""
@@ -151,9 +153,13 @@ class CopyingReplay(ForkedReplay):
 
     change: Callable[[Path], object] = staticmethod(lambda workspace: None)
     original = Path()
+    merged = Path()
 
     def run(self, roles: Sequence[Role], *arguments: object, **named: object) -> None:
         self.workspace.root.mkdir(parents=True, exist_ok=True)
+        if tuple(roles) == (Role.MERGE,):
+            shutil.copytree(self.merged, self.output.merged)
+            return
         names = ["preflight.json"] if tuple(roles) == (Role.PREFLIGHT,) else ["trained", "history.jsonl", "accounts.jsonl"]
         for name in names:
             source = self.original / name
@@ -164,22 +170,48 @@ class CopyingReplay(ForkedReplay):
 def test_a_result_that_the_plan_does_not_give_is_named_with_tensor_and_step(
     runs: tuple[RunDirectory, RunDirectory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    run_of = copied(runs[0], tmp_path / "own")
+    output = context_of(run_of).output
+    shutil.copytree(context_of(run_of).base_model, output.merged)
     own = context_of(runs[0]).workspace.root
     other = context_of(runs[1]).workspace.root
     monkeypatch.setattr(command, "Replay", CopyingReplay)
+    monkeypatch.setattr(CopyingReplay, "merged", shutil.copytree(output.merged, tmp_path / "merged"))
 
-    def reproduced(original: Path, change: Callable[[Path], object], place: RunDirectory = runs[0]) -> tuple[int, dict]:
+    def reproduced(original: Path, change: Callable[[Path], object], place: RunDirectory = run_of) -> tuple[int, dict]:
         monkeypatch.setattr(CopyingReplay, "original", original)
         monkeypatch.setattr(CopyingReplay, "change", staticmethod(change))
         answer = CliRunner().invoke(app, ["reproduce", str(place.root), "-o", "json"], catch_exceptions=False)
         return answer.exit_code, json.loads(answer.stdout)
 
     code, document = reproduced(own, lambda workspace: None)
-    assert (code, document["findings"], document["comparedResult"]) == (0, [], True)
+    assert (code, document["findings"], document["comparedResult"], document["comparedMerged"]) == (0, [], True, True)
+
+    # The merged model of the same adapter, whose list of checksums was written when it was made.
+    listed = {path: file_sha256(path) for path in output.merged.iterdir()}
+    output.checksums.write_text("".join(f"{sha256}  merged/{path.name}\n" for path, sha256 in listed.items()))
+    assert reproduced(own, lambda workspace: None)[0] == 0
+    tensor = read_header(output.merged / SINGLE_FILE)[0]
+    change_value(tensor, Random(1))
+    code, document = reproduced(own, lambda workspace: None)
+    (finding,) = document["findings"]
+    assert (code, finding["rule"], finding["field"]) == (1, "audit-result-differs", "merged")
+    assert f"is not what merging gives: {SINGLE_FILE} has other bytes: {tensor.name} differs from" in finding["message"]
+    shutil.rmtree(output.merged)
+    assert reproduced(own, lambda workspace: None)[0] == 0, "its digests are left"
+    output.checksums.write_text(f"{'0' * 64}  merged/config.json\n")
+    code, document = reproduced(own, lambda workspace: None)
+    assert code == 1
+    assert f"{SINGLE_FILE} is made besides" in document["findings"][0]["message"]
+    output.checksums.unlink()
+    code, document = reproduced(own, lambda workspace: None)
+    assert (code, document["findings"][0]["rule"], document["comparedMerged"]) == (0, "audit-not-proven", False)
 
     code, document = reproduced(other, lambda workspace: None)
     # On the workspace and where it was published.
-    assert (code, [each["field"] for each in document["findings"]]) == (1, ["trained", "adapter"])
+    assert (code, [each["field"] for each in document["findings"]]) == (1, ["trained", "adapter", "merged"])
+    assert "the adapter differs already, so nothing was merged" in document["findings"][2]["message"]
+    assert not document["comparedMerged"]
     assert "lora_A.weight differs from value 0 on; the history differs from step 1 on" in document["findings"][0]["message"]
 
     def on_a_gpu(workspace: Path) -> None:
@@ -229,6 +261,8 @@ def test_nothing_is_left_of_an_audit_that_was_interrupted(
 
 
 def test_the_text_says_what_was_computed_again() -> None:
+    whole = AuditEnd("default/tiny", [], has_compared_result=True, has_compared_merged=True)
+    assert audit_text(whole).splitlines()[-1] == "  compared: the trained result and the merged model, byte for byte"
     end = AuditEnd("default/tiny", [], [INTERVALS[0], INTERVALS[2]], 4, 7, has_compared_result=True)
     assert audit_text(end).splitlines() == [
         "",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from finetune_cli.exit_codes import LocalError
+from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.claims import claims_of
-from finetune_cli.local.launch import Trainer
+from finetune_cli.local.launch import Interruption, Trainer
+from finetune_cli.local.local_run import LocalRun
 from finetune_cli.local.replay import (
     SCRATCH_CLAIM,
     Interval,
@@ -19,9 +24,11 @@ from finetune_cli.local.replay import (
     kept_intervals,
     replay_plan,
 )
-from finetune_cli.local.run_directory import RunDirectory
+from finetune_cli.local.run_directory import RunDirectory, holder_of
+from finetune_cli.render.run import LiveView
 from finetune_job.api.base import ClaimPath
 from finetune_job.api.training import GradientReduction
+from finetune_job.names import Role
 from finetune_job.plan.digest import learning_sha256
 from finetune_job.plan.run_plan import RunPlan
 from tests.unit.finetune_cli.local_jobs import PLAN
@@ -105,3 +112,29 @@ def test_inputs_are_read_where_they_are_and_a_missing_claim_is_named(tmp_path: P
     with pytest.raises(LocalError, match=rf"claim {model} was the directory {tmp_path / model}.*--claim {model}=PATH"):
         claims_of_run(run, PLAN, {})
     assert claims_of_run(run, PLAN, {model: tmp_path / "moved"})[model] == tmp_path / "moved"
+
+
+def test_roles_run_one_after_the_other_in_a_directory_that_the_trainer_s_process_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, kept = [], []
+
+    class ServedRun(LocalRun):
+        """The process that serves is started with the first role, and ends with the trainer."""
+
+        def execute(self, *_: object, roles: Sequence[Role], **__: object) -> ExitCode:
+            ran.extend(roles)
+            kept[:] = kept or [os.dup(self.lock)]
+            return ExitCode.DONE
+
+    monkeypatch.setattr("finetune_cli.local.replay.LocalRun", ServedRun)
+    claims = {use.name: tmp_path / use.name for use in claims_of(PLAN)}
+    for place in claims.values():
+        place.mkdir()
+    view = LiveView(Console(file=io.StringIO()), "again")
+    with Replay(PLAN, claims, tmp_path / "scratch", Trainer()) as replay:
+        for role in (Role.PREFLIGHT, Role.TRAIN):
+            replay.run((role,), view, Interruption(), ranks=None)
+    os.close(kept[0])
+    assert ran == [Role.PREFLIGHT, Role.TRAIN]
+    assert holder_of(replay.place) is None, "and is nobody's afterwards"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from finetune_trainer.checkpoint.compare import checkpoint_difference, results_difference
+from finetune_trainer.checkpoint.compare import checkpoint_difference, merged_difference, results_difference
 from finetune_trainer.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
@@ -104,3 +105,34 @@ def test_results_are_compared_by_tensors_and_other_files_by_bytes(tmp_path: Path
     assert results_difference(ours, ours, names) is None
     (theirs / names[1]).unlink()
     assert str(results_difference(ours, theirs, names)) == f"adapter_model.safetensors is missing in {theirs}"
+
+
+def test_merged_models_are_compared_by_digests_of_every_file_but_what_names_their_inputs(tmp_path: Path) -> None:
+    ours, theirs, weights = tmp_path / "ours", tmp_path / "theirs", "model.safetensors"
+    for place in (ours, theirs):
+        place.mkdir()
+        save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, place / weights)
+        (place / "config.json").write_text("{}")
+        (place / "manifest.json").write_text(place.name)
+    recorded = {
+        name: hashlib.sha256((ours / name).read_bytes()).hexdigest() for name in (weights, "config.json", "manifest.json")
+    }
+    assert merged_difference(ours, theirs, {}) is None
+    assert merged_difference(ours, theirs, recorded) is None
+    assert merged_difference(tmp_path / "gone", theirs, recorded) is None
+    other = {**recorded, "config.json": "f" * 64}
+    assert f"and the run's list of checksums names {'f' * 64}" in str(merged_difference(ours, theirs, other))
+    (theirs / "config.json").write_text("[]")
+    assert str(merged_difference(ours, theirs, recorded)) == "config.json has other bytes"
+    # A file that nothing lists is no part of the model that was published.
+    (ours / "notes.txt").write_text("mine")
+    save_file({"a": torch.zeros(2), "b": torch.ones(2)}, theirs / weights)
+    assert str(merged_difference(ours, theirs, recorded)) == "model.safetensors has other bytes: b differs from value 0 on"
+    # Also what no tensor holds.
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, theirs / weights, {"format": "pt"})
+    assert str(merged_difference(ours, theirs, recorded)) == "model.safetensors has other bytes"
+    (theirs / weights).unlink()
+    assert str(merged_difference(ours, theirs, recorded)) == "model.safetensors is not made again"
+    (theirs / "more.safetensors").write_bytes(b"")
+    assert str(merged_difference(ours, theirs, recorded)) == "model.safetensors is not made again"
+    assert str(merged_difference(tmp_path / "gone", theirs, {"config.json": ""})) == "more.safetensors is made besides"

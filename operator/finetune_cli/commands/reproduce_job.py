@@ -1,0 +1,140 @@
+"""`finetune reproduce` of a job of a cluster: a job of the same spec, and then the digests of both results."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+
+from finetune_cli.cluster.errors import ClusterError
+from finetune_cli.cluster.objects import Cluster
+from finetune_cli.cluster.reader_pod import read_workspace
+from finetune_cli.commands.change_jobs import Change, submit
+from finetune_cli.commands.follow import outcome, repeatedly
+from finetune_cli.commands.inspect_jobs import status_answer
+from finetune_cli.documents import document_text
+from finetune_cli.exit_codes import LocalError
+from finetune_cli.jobs.reproduction import (
+    MERGED,
+    RESULT_FILES,
+    Results,
+    inputs_differ,
+    read_results,
+    reproduces,
+    reproduction_name,
+    reproduction_of,
+    results_differ,
+)
+from finetune_cli.jobs.seen import SeenJob, seen_job
+from finetune_cli.render.audit import AuditEnd, device_note
+from finetune_cli.render.verdicts import report_text
+from finetune_job.names import API_VERSION, JOB_PLURAL
+from finetune_job.reasons import ConditionType
+
+
+@dataclass(frozen=True)
+class ReproductionOrder:
+    """Arguments of the command."""
+
+    job: str
+    new_name: str | None
+    nodes: int | None
+    """On which it trains; None: as many as the job."""
+    waits: bool
+
+
+def reproduce_job(cluster: Cluster, order: ReproductionOrder, told: Callable[[str], None]) -> Change | AuditEnd:
+    """Run the spec of a job again as a job of its own, unless one is there already, and compare what both have made.
+
+    told: hears how far the new job is. A Change: it was created, and nobody waits for it. Raises LocalError, ClusterError.
+    """
+    job = cluster.job(order.job)
+    if not job.has_ended:
+        raise ClusterError(f"{job.title}: is {job.phase}; wait for its end with `finetune wait {job.name}`")
+    if job.phase != "Succeeded":
+        raise LocalError(f"{job.title}: has ended as {job.phase}, so it has no result to compare with")
+    name = order.new_name or reproduction_name(job.name)
+    again, expected = _made_already(cluster, job, name, order.nodes), None
+    if again is None:
+        # Before anything is trained that nothing could be compared with.
+        expected = _results(cluster, job)
+        made = _create(cluster, job, name, order.nodes)
+        if not order.waits:
+            return made
+        told(made.text())
+        again = made.job
+    if order.waits:
+        again = _ended(cluster, job, again, told)
+    return _compared(cluster, job, again, expected)
+
+
+def _made_already(cluster: Cluster, job: SeenJob, name: str, nodes: int | None) -> SeenJob | None:
+    document = cluster.get(API_VERSION, JOB_PLURAL, name)
+    if document is None:
+        return None
+    found = seen_job(document)
+    if not reproduces(document, job):
+        raise LocalError(f"--name {name}: {found.title} exists, and was not made to run {job.name} again; give another name")
+    if nodes not in (None, found.num_nodes):
+        raise LocalError(
+            f"--nodes {nodes}: {found.title} runs {job.name} again on {found.num_nodes}; give --name for another one"
+        )
+    return found
+
+
+def _create(cluster: Cluster, job: SeenJob, name: str, nodes: int | None) -> Change:
+    # A folder that no earlier try has written to: what is complete there would be kept.
+    document = reproduction_of(job, name, nodes, f"{name}-{secrets.token_hex(4)}")
+    report, made = submit(cluster, document_text(document), f"reproduction of {job.name}", None)
+    if not made:
+        raise LocalError(report_text(report).rstrip(), report.exit_code)
+    said = f"created: it runs the spec of {job.name} again; `finetune reproduce {job.name} --wait` compares the results"
+    return Change(made[0].job, said)
+
+
+def _ended(cluster: Cluster, job: SeenJob, again: SeenJob, told: Callable[[str], None]) -> SeenJob:
+    """The new job once there is something to say of it: its end, or inputs that are not those of the job."""
+
+    def is_decided(seen: SeenJob | None) -> bool:
+        return seen is not None and (outcome(seen, ConditionType.FINISHED) is not None or _has_other_inputs(job, seen))
+
+    losses: list[float] = []
+    latest, shown = again, ""
+    for latest in repeatedly(lambda: cluster.job(again.name), told, is_decided):
+        if latest.resource_version != shown:
+            shown = latest.resource_version
+            told(status_answer(latest, losses, is_watched=True).text())
+    return latest
+
+
+def _has_other_inputs(job: SeenJob, again: SeenJob) -> bool:
+    return any(finding.severity == "error" for finding in inputs_differ(job, again))
+
+
+def _compared(cluster: Cluster, job: SeenJob, again: SeenJob, expected: Results | None) -> AuditEnd:
+    findings = inputs_differ(job, again)
+    if _has_other_inputs(job, again):
+        return AuditEnd(job.title, findings, run_again_as=again.title)
+    if again.phase != "Succeeded":
+        fix = (
+            f"`finetune explain job/{again.name}` says why"
+            if again.has_ended or again.phase == "Stalled"
+            else f"`finetune reproduce {job.name} --wait` waits for its end"
+        )
+        raise ClusterError(f"{again.title}: is {again.phase}, so there is nothing to compare with {job.name}; {fix}")
+    expected = expected or _results(cluster, job)
+    found = _results(cluster, again)
+    findings += results_differ(expected, found, device_note(expected.devices, found.devices))
+    return AuditEnd(
+        job.title,
+        findings,
+        has_compared_result=True,
+        has_compared_merged=any(name.startswith(f"{MERGED}/") for name in expected.files),
+        run_again_as=again.title,
+    )
+
+
+def _results(cluster: Cluster, job: SeenJob) -> Results:
+    with closing(read_workspace(cluster, job, list(RESULT_FILES), of_results=True)) as printed:
+        return read_results(job, printed)
