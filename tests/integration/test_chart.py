@@ -82,11 +82,6 @@ def test_wrong_values_are_refused(installed: Installed, setting: str) -> None:
         rendered(installed, "--set", setting)
 
 
-def test_a_service_monitor_without_its_service_is_refused(installed: Installed) -> None:
-    with pytest.raises(ClusterError, match=r"set metrics\.service\.create to true"):
-        rendered(installed, "--set", "metrics.serviceMonitor.create=true,metrics.service.create=false")
-
-
 def test_what_kueue_is_told_takes_rights_that_are_given_on_request(installed: Installed) -> None:
     patches = {("batch", "jobs", "patch"), ("kueue.x-k8s.io", "workloads", "patch")}
     for arguments in ([], ["--set", "namespaces={team-a}"]):
