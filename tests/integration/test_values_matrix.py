@@ -74,6 +74,7 @@ SAMPLES: Mapping[str, list[Any]] = {
         {"default": None},
         {"default": {"gpu": {"memory": "80Gi"}}, "small": {"maxActiveJobs": 2, "trainerImage": "registry.example/other:1"}},
     ],
+    "userRoles.profileReaders": [[], ["system:authenticated"]],
     "admission.trustedUsers": [[], ["system:serviceaccount:argocd:argocd-application-controller"]],
     "admission.trustedGroups": [[], ['it\'s "quoted"']],
     "admission.trustedNamespaceLabel": ["", "team.example/gitops"],
