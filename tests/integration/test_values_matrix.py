@@ -95,6 +95,7 @@ SAMPLES: Mapping[str, list[Any]] = {
     "networkPolicy.apiServerPorts": [[443, 6443], [443]],
     "networkPolicy.metricsFrom": [[], [PEER]],
     "networkPolicy.dnsTo": [[], [PEER]],
+    "test.job": [{}, {"model": {"source": "pvc://models/a"}, "workspace": {"claimName": "work"}, "profile": "h100"}],
     "extraObjects": [
         [],
         [
