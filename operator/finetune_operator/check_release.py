@@ -1,6 +1,6 @@
 """`python -m finetune_operator.check_release`: what `helm test` runs, with rights of its own to make jobs and to use one claim.
 
-It makes nothing: the API server only tries whether it would accept the jobs.
+It makes nothing, unless it is given a job: the API server only tries whether it would accept the others.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import json
 import ssl
 import sys
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from finetune_operator.cluster.access import load_configuration
 from finetune_operator.cluster.answers import ApiError, ApiUnreachableError, Document, read_at_most
 from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.kinds import JOBS
+from finetune_operator.cluster.raw_objects import Fields
 
 CLAIM = "finetune-test"
 """The claim that the chart lets this program use; it need not be there."""
@@ -39,6 +41,9 @@ JOB: Document = {
         "output": {"destination": f"pvc://{CLAIM}/results"},
     },
 }
+RUN = "finetune-test"
+"""Name of the job that really runs."""
+LOOK_SECONDS = 2.0
 METRICS_SECONDS = 10.0
 METRICS_BYTES = 64 << 20
 
@@ -67,6 +72,29 @@ async def _try(api: Api, namespace: str, job: Document, code: int, said: str) ->
     except ApiError as error:
         return "" if error.code == code and said in error.message else str(error)
     return "" if code == 201 else "the API server accepts it"
+
+
+async def run_job(api: Api, namespace: str, spec: Document, seconds: float) -> str:
+    """Run a job to its end; what is wrong, empty if it succeeded. It is deleted then, and else left to be looked at."""
+    job = {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": {"name": RUN}, "spec": spec}
+    look = f"look at it with kubectl describe finetunejob {RUN} --namespace {namespace}, then delete it"
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    try:
+        uid = Fields(await api.create(JOBS, namespace, job)).at("metadata").name("uid")
+        while True:
+            status = Fields(await api.get(JOBS, namespace, RUN) or {}).at("status")
+            phase = status.name("phase") or "not looked at by an operator"
+            if phase == "Succeeded":
+                await api.delete(JOBS, namespace, RUN, uid=uid)
+                return ""
+            if phase in ("Failed", "Cancelled", "Stalled"):
+                return f"it is {phase}; {look}"
+            if loop.time() > end:
+                return f"after {seconds:.0f} s it is {phase}; {look}"
+            await asyncio.sleep(LOOK_SECONDS)
+    except ApiError as error:
+        return f"{RUN} is there from an earlier test; {look}" if error.code == 409 else str(error)
 
 
 @dataclass(frozen=True)
@@ -104,7 +132,18 @@ async def read_metrics(metrics: MetricsAddress) -> str:
     return "" if any(family.samples for family in families) else f"{address} has no metrics"
 
 
-async def check(namespace: str, metrics: MetricsAddress | None, *, is_admission_asked: bool) -> list[ReleaseCheck]:
+@dataclass(frozen=True)
+class JobToRun:
+    """A job that really runs."""
+
+    spec: Document
+    seconds: float
+    """It may take."""
+
+
+async def check(
+    namespace: str, metrics: MetricsAddress | None, job: JobToRun | None = None, *, is_admission_asked: bool
+) -> list[ReleaseCheck]:
     """All checks of a release. Raises ApiUnreachableError, ConfigException."""
     api = Api(await load_configuration())
     try:
@@ -121,6 +160,9 @@ async def check(namespace: str, metrics: MetricsAddress | None, *, is_admission_
                 api, namespace, foreign, 403, f"spec.workspace.claimName: you may not use the claim {FOREIGN_CLAIM}"
             )
             found.append(ReleaseCheck("a FineTuneJob that names a claim which its author may not use is refused", problem))
+        if job is not None:
+            problem = await run_job(api, namespace, job.spec, job.seconds)
+            found.append(ReleaseCheck("the FineTuneJob of the values succeeds", problem))
     finally:
         await api.close()
     if metrics is not None:
@@ -136,10 +178,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--metrics-ca", type=Path, help="certificates that sign the certificate of the metrics")
     parser.add_argument("--metrics-token", type=Path, help="token that may read the metrics")
     parser.add_argument("--admission", action="store_true", help="whether the release brings the policy for authors of jobs")
+    parser.add_argument("--job", type=json.loads, help="spec of a job to run, in JSON; unset: none runs")
+    parser.add_argument("--job-seconds", type=float, default=1800.0, help="how long it may take")
     given = parser.parse_args(arguments)
     metrics = None if given.metrics is None else MetricsAddress(given.metrics, given.metrics_ca, given.metrics_token)
     try:
-        checks = asyncio.run(check(given.namespace, metrics, is_admission_asked=given.admission))
+        job = None if given.job is None else JobToRun(given.job, given.job_seconds)
+        checks = asyncio.run(check(given.namespace, metrics, job, is_admission_asked=given.admission))
     except (ApiUnreachableError, ConfigException) as error:
         print(f"failed: the API server is reached: {error}")
         return 1

@@ -268,7 +268,8 @@ def _alerts(rules: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_recorded_series_are_what_their_names_say(tmp_path: Path) -> None:
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rendered_rules()))
+    rules = rendered_rules()
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
     labels = 'team="a", queue="q", gpu="H100", outcome="lost"'
     series = {
         f'finetune_gpu_seconds_total{{namespace="n", profile="p", {labels}}}': "0+60x1440",
@@ -278,20 +279,36 @@ def test_recorded_series_are_what_their_names_say(tmp_path: Path) -> None:
         'finetune_job_goodput_ratio{namespace="n", name="x"}': "0.8x1440",
         'finetune_phase_duration_seconds_bucket{namespace="n", queue="q", phase="queue", le="60"}': "0+1x1440",
         'finetune_phase_duration_seconds_bucket{namespace="n", queue="q", phase="queue", le="+Inf"}': "0+1x1440",
+        'finetune_time_to_first_step_seconds_bucket{namespace="n", queue="q", le="600"}': "0+1x1440",
+        'finetune_time_to_first_step_seconds_bucket{namespace="n", queue="q", le="+Inf"}': "0+1x1440",
+        # Of two exporters: one has labels of its own, and they were renamed.
+        'DCGM_FI_PROF_GR_ENGINE_ACTIVE{namespace="n", pod="tune-train-0-0-x", gpu="0"}': "0.2x1440",
+        'DCGM_FI_PROF_GR_ENGINE_ACTIVE{namespace="n", pod="tune-train-0-0-x", gpu="1"}': "0.9x1440",
+        'DCGM_FI_PROF_GR_ENGINE_ACTIVE{namespace="gpu", exported_namespace="n", exported_pod="tune-train-0-1-x"}': "0.5x1440",
     }
     expected = {
-        "team:finetune_gpu_hours:increase1d": (labels, 24.0),
-        "team:finetune_cost:increase1d": (labels, 2880.0),
-        "namespace:finetune_tokens:rate5m": ('namespace="n"', 30.0),
-        "job:finetune_goodput:ratio": ('namespace="n", name="x"', 0.8),
-        "queue:finetune_queue_wait_seconds:p95": ('queue="q"', 57.0),
+        "team:finetune_gpu_hours:increase1d": {labels: 24.0},
+        "team:finetune_cost:increase1d": {labels: 2880.0},
+        "namespace:finetune_tokens:rate5m": {'namespace="n"': 30.0},
+        "job:finetune_goodput:ratio": {'namespace="n", name="x"': 0.8},
+        "queue:finetune_queue_wait_seconds:p95": {'queue="q"': 57.0},
+        "queue:finetune_time_to_first_step_seconds:p95": {'queue="q"': 570.0},
+        "pod:finetune_gpu_active:ratio": {
+            'namespace="n", pod="tune-train-0-0-x"': 0.9,
+            'namespace="n", pod="tune-train-0-1-x"': 0.5,
+        },
     }
+    assert set(expected) == {rule["record"] for group in rules["groups"] for rule in group["rules"] if "record" in rule}
     test = {
         "interval": "1m",
         "input_series": [{"series": name, "values": text} for name, text in series.items()],
         "promql_expr_test": [
-            {"expr": name, "eval_time": "24h", "exp_samples": [{"labels": f"{name}{{{found}}}", "value": value}]}
-            for name, (found, value) in expected.items()
+            {
+                "expr": name,
+                "eval_time": "24h",
+                "exp_samples": [{"labels": f"{name}{{{found}}}", "value": value} for found, value in samples.items()],
+            }
+            for name, samples in expected.items()
         ],
     }
     (tmp_path / "tests.yaml").write_text(

@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune_job.failures import FailureClass
 from finetune_job.names import Role
 from finetune_operator.check_release import MetricsAddress, read_metrics
 from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed, OperatorFactory
 from tests.integration.operator_process import ForkedOperator
-from tests.integration.workload import Workload
+from tests.integration.workload import SPEC, Workload
 from tests.support.cluster.errors import ClusterError, wait_until
 from tests.support.forked_program import run_forked
 from tests.support.installed_chart import CLUSTER_NAME, WAYS_OUT, install
@@ -80,11 +82,6 @@ def test_wrong_values_are_refused(installed: Installed, setting: str) -> None:
     named = setting.split("=", maxsplit=1)[0].rpartition(".")[2]
     with pytest.raises(ClusterError, match=named):
         rendered(installed, "--set", setting)
-
-
-def test_a_service_monitor_without_its_service_is_refused(installed: Installed) -> None:
-    with pytest.raises(ClusterError, match=r"set metrics\.service\.create to true"):
-        rendered(installed, "--set", "metrics.serviceMonitor.create=true,metrics.service.create=false")
 
 
 def test_what_kueue_is_told_takes_rights_that_are_given_on_request(installed: Installed) -> None:
@@ -396,6 +393,53 @@ def test_helm_test_tries_jobs_and_reads_metrics(
     assert (code, "cannot create resource" in lines[0]) == (1, True)
     kinds = [each for each in documents if each is not pod]
     installed.cluster.kubectl("delete", "-f", "-", input=yaml.safe_dump_all(kinds))
+
+
+def test_helm_test_runs_the_job_of_the_values(
+    installed: Installed, workload: Workload, operator: OperatorFactory, tmp_path: Path
+) -> None:
+    """With the rights of its account, which end at what the job names."""
+    operator()
+    settings = (f"namespaces={{{workload.namespace}}}", "metrics.service.create=false", "test.timeoutSeconds=100")
+    given = ("--set", ",".join(settings), "--set-json", f"test.job={json.dumps(SPEC)}")
+    documents = rendered(installed, *given, "--show-only", "templates/tests/release.yaml")
+    (pod,) = of_kind(documents, "Pod")
+    (role,) = of_kind(documents, "Role")
+    assert {name for rule in role["rules"] for name in rule.get("resourceNames", ())} == {
+        *("finetune-test", "models", "data", "results", "workspace", "default"),
+    }
+    rights = yaml.safe_dump_all([each for each in documents if each is not pod])
+    installed.cluster.kubectl("apply", "-f", "-", input=rights)
+    config = json.loads(installed.operator_kubeconfig.read_text())
+    account = pod["spec"]["serviceAccountName"]
+    config["users"][0]["user"]["token"] = installed.cluster.kubectl("create", "token", account, "--namespace", SYSTEM).strip()
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(json.dumps(config))
+    (container,) = pod["spec"]["containers"]
+    program = container["command"][container["command"].index("-m") + 1]
+
+    def run() -> tuple[int, str]:
+        ended = run_forked(program, *container["args"], KUBECONFIG=str(kubeconfig))
+        return ended.returncode, ended.stdout.splitlines()[-1]
+
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(run)
+        for role_of_pod in (Role.PREFLIGHT, Role.TRAIN, Role.MERGE):
+            workload.succeed(role_of_pod, name="finetune-test")
+        assert running.result() == (0, "passed: the FineTuneJob of the values succeeds")
+        workload.wait(lambda: not workload.kube.list("FineTuneJob", workload.namespace), "the job to be deleted")
+        running = threads.submit(run)
+        (failing,) = workload.wait_for_pods(Role.PREFLIGHT, name="finetune-test")
+        workload.fail(failing, FailureClass.USER_DATA, "no records")
+        code, said = running.result()
+    # Without waiting for the end of its time.
+    assert (code, said.startswith("failed: the FineTuneJob of the values succeeds: it is Stalled; look at it with")) == (
+        1,
+        True,
+    ), said
+    code, said = run()
+    assert (code, "finetune-test is there from an earlier test" in said) == (1, True), said
+    installed.cluster.kubectl("delete", "-f", "-", input=rights)
 
 
 def test_profiles_trust_the_authorities_of_the_chart_or_their_own(installed: Installed) -> None:

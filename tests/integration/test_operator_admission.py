@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from finetune_job.names import Role
-from tests.integration.conftest import RELEASE, SYSTEM, Installed, OperatorFactory
+from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed, OperatorFactory
 from tests.integration.kube import Document, Kube, RefusedError
 from tests.integration.workload import Workload
 from tests.support.cluster.errors import wait_until
+from tests.support.installed_chart import WAYS_OUT
 
 pytestmark = pytest.mark.integration
 Change = Callable[[Document], Any]
@@ -147,6 +148,33 @@ def test_each_job_that_no_run_needs_is_refused(as_operator: Kube, workload: Work
     again = copy.deepcopy(fetch_job)
     container(image="finetune-trainer@sha256:" + "0" * 64)(again)
     assert refused(as_operator, "Job", workload, again) == ""
+
+
+def test_images_by_tag_are_refused_if_the_chart_asks_for_digests(
+    as_operator: Kube, installed: Installed, workload: Workload, fetch_job: Document
+) -> None:
+    by_digest = copy.deepcopy(fetch_job)
+    container(image="finetune-trainer@sha256:" + "0" * 64)(by_digest)
+
+    def apply(*settings: str) -> None:
+        place = ("--namespace", SYSTEM, "--show-only", "templates/admission-operator.yaml")
+        documents = installed.cluster.helm("template", RELEASE, CHART, *place, "--set", ",".join((*WAYS_OUT, *settings)))
+        # As helm does it, or its next upgrade would be a conflict.
+        manner = ("--server-side", "--force-conflicts", "--field-manager=helm")
+        installed.cluster.kubectl("apply", *manner, "-f", "-", input=documents)
+
+    def said() -> str:
+        return refused(as_operator, "Job", workload, fetch_job)
+
+    apply("admission.operator.requireDigest=true")
+    try:
+        wait_until(
+            lambda: "named by digest (admission.operator.requireDigest of its chart)" in said(), "digests to be asked for", 60
+        )
+        assert refused(as_operator, "Job", workload, by_digest) == ""
+    finally:
+        apply()
+        wait_until(lambda: said() == "", "the policy to be what it was", 60)
 
 
 def test_only_what_a_job_controls_is_made(as_operator: Kube, workload: Workload, fetch_job: Document) -> None:

@@ -187,6 +187,26 @@ def test_doctor_needs_the_rights_that_are_documented_and_no_fewer(
         kube.delete("ClusterRole", "", "doctor-of-rights")
 
 
+def test_groups_see_profiles_if_the_chart_names_them(installed: Installed) -> None:
+    """A role in a namespace shows no object of the cluster."""
+
+    def verbs() -> list[str]:
+        profiles = {"finetuneprofiles.finetune.dev": OF_THE_CLUSTER["finetuneprofiles.finetune.dev"]}
+        return allowed(installed.kube, ("somebody", ("tuners",)), "", profiles)["finetuneprofiles.finetune.dev"]
+
+    assert verbs() == []
+    settings = ("--set", "userRoles.profileReaders={tuners}", "--show-only", "templates/user-roles.yaml")
+    text = installed.cluster.helm("template", RELEASE, CHART, "--namespace", SYSTEM, *settings)
+    found = [one for one in yaml.load_all(text, yaml.CSafeLoader) if one["metadata"]["name"].endswith("-profile-reader")]
+    assert [one["kind"] for one in found] == ["ClusterRole", "ClusterRoleBinding"]
+    documents = yaml.safe_dump_all(found)
+    installed.cluster.kubectl("apply", "-f", "-", input=documents)
+    try:
+        wait_until(lambda: verbs() == ["get", "list", "watch"], "the rights to be known", 60)
+    finally:
+        installed.cluster.kubectl("delete", "-f", "-", input=documents)
+
+
 def test_everybody_may_do_what_the_page_says(
     installed: Installed, workload: Workload, subjects: dict[str, Subject], tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ SAMPLES: Mapping[str, list[Any]] = {
         {"default": None},
         {"default": {"gpu": {"memory": "80Gi"}}, "small": {"maxActiveJobs": 2, "trainerImage": "registry.example/other:1"}},
     ],
+    "userRoles.profileReaders": [[], ["system:authenticated"]],
     "admission.trustedUsers": [[], ["system:serviceaccount:argocd:argocd-application-controller"]],
     "admission.trustedGroups": [[], ['it\'s "quoted"']],
     "admission.trustedNamespaceLabel": ["", "team.example/gitops"],
@@ -94,6 +95,7 @@ SAMPLES: Mapping[str, list[Any]] = {
     "networkPolicy.apiServerPorts": [[443, 6443], [443]],
     "networkPolicy.metricsFrom": [[], [PEER]],
     "networkPolicy.dnsTo": [[], [PEER]],
+    "test.job": [{}, {"model": {"source": "pvc://models/a"}, "workspace": {"claimName": "work"}, "profile": "h100"}],
     "extraObjects": [
         [],
         [

@@ -40,6 +40,8 @@ class Witness:
     deleted_jobs: int = 0
     started: int = 0
     """Of those that ended."""
+    stepped: int = 0
+    """Of those that ended: who had made a step."""
 
     def saw(self, change: Change) -> None:
         now = self.world.loop.time()
@@ -77,6 +79,7 @@ class Witness:
             self.ended[namespace, result, new["reason"]] += 1
             # One that is cancelled before its start has no phases.
             self.started += "startTime" in after
+            self.stepped += "firstStepTime" in (after.get("progress") or {})
         for role, name in ATTEMPT_FIELDS.items():
             number = before.get(name, 0)
             if after.get(name, 0) == number + 1:
@@ -219,3 +222,5 @@ def test_increases_add_up_over_a_hundred_deaths_of_the_operator_and_deletions_of
         value for (phase,), value in prometheus.by("finetune_phase_duration_seconds_count", "phase").items() if phase == "pending"
     }
     assert phases == witness.started, "each job's phases are observed once"
+    assert 0 < witness.stepped < witness.started
+    assert sum(prometheus.by("finetune_time_to_first_step_seconds_count", "queue").values()) == witness.stepped

@@ -71,6 +71,16 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- concat $environment .Values.extraEnv | toYaml -}}
 {{- end -}}
 
+{{/* Claims that the job of `helm test` names: those of its pvc:// addresses, and its workspace. As a mapping, each once. */}}
+{{- define "finetune-operator.testClaims" -}}
+{{- range regexFindAll "\"pvc://[^/\"]+" (toJson .Values.test.job) -1 }}
+{{ trimPrefix "\"pvc://" . }}: true
+{{- end }}
+{{- with .Values.test.job.workspace }}{{- with .claimName }}
+{{ . }}: true
+{{- end }}{{- end }}
+{{- end -}}
+
 {{/* ClusterRole that lets somebody see a profile, and with which the profile goes. In: the root; the profile's name. */}}
 {{- define "finetune-operator.profileRole" -}}
 {{ include "finetune-operator.clusterName" (index . 0) }}-profile-{{ index . 1 }}

@@ -23,6 +23,14 @@ def running(index: int = 0, attempt: int = 0, address: str = "127.0.0.1", phase:
     return objects.pod(attempt=attempt, index=index, status={"phase": phase, "podIP": address})
 
 
+def labelled_by_a_stranger() -> dict[str, Any]:
+    """A pod with the labels of rank 0 that no Job of the operator's made."""
+    pod = running()
+    stranger = objects.owner("Job", "notebook", "notebook-uid", "batch/v1")
+    pod["metadata"] |= {"name": "notebook", "uid": "notebook-uid", "ownerReferences": [stranger]}
+    return pod
+
+
 class Polled:
     def __init__(self) -> None:
         self.scene = Scene()
@@ -119,8 +127,8 @@ def test_progress_is_that_of_the_pod_that_told_it() -> None:
 
 @pytest.mark.parametrize(
     "pod",
-    [running(index=1), running(phase="Pending"), running(address=""), running(attempt=1)],
-    ids=["another rank", "not running", "without an address", "of another attempt"],
+    [running(index=1), running(phase="Pending"), running(address=""), running(attempt=1), labelled_by_a_stranger()],
+    ids=["another rank", "not running", "without an address", "of another attempt", "of a stranger"],
 )
 def test_other_pods_are_not_asked(pod: dict[str, Any]) -> None:
     polled = Polled()
