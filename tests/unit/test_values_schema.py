@@ -10,8 +10,10 @@ import jsonschema
 import pytest
 import yaml
 
+from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.names import OBSERVE_PORT
 from tests.support import chart_readme, dashboards, values_schema
+from tests.unit.finetune_job.rules.manifests import judged, manifest
 
 CHART = values_schema.FILE.parent
 
@@ -53,6 +55,15 @@ def test_every_value_has_its_place_in_the_schema_and_the_other_way_round() -> No
 
 def test_the_defaults_pass() -> None:
     jsonschema.validate(values(), schema())
+
+
+@pytest.mark.parametrize(("nodes", "ranks", "refused"), [(16, 4, False), (17, 1, True), (5, 13, True), (64, 16, True)])
+def test_the_default_profile_bounds_what_one_job_takes(nodes: int, ranks: int, refused: bool) -> None:
+    gpu = {"resourceName": "nvidia.com/gpu", "memory": "80Gi"}
+    profile = FineTuneProfileSpec.model_validate({**values()["profiles"]["default"], "trainerImage": "trainer", "gpu": gpu})
+    wanted = {"parallelism.nodes": nodes, "parallelism.processesPerNode": ranks, "training.globalBatchSize": nodes * ranks}
+    found = judged(manifest(wanted), profile)
+    assert ("profile-limit-exceeded" in {finding.rule for finding in found}) is refused
 
 
 @pytest.mark.parametrize(
