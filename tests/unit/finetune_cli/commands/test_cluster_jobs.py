@@ -23,6 +23,7 @@ from finetune_job.plan.digest import canonical_json
 from tests.support.builders import a_job
 from tests.unit.finetune_cli.cluster.api_server import JOBS, PODS, ApiServer, served
 from tests.unit.finetune_cli.jobs import objects
+from tests.unit.finetune_cli.manifests import ACCEPTED
 
 GOLDEN = Path(__file__).parent / "golden"
 CONFIG_MAPS = "/api/v1/namespaces/team/configmaps"
@@ -119,6 +120,7 @@ def check_golden(name: str, found: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["succeeded", "running", "failed", "stalled", "waiting", "new", "hostile", "missing"])
 def test_what_is_printed_of_one_job(run: Run, tmp_path: Path, name: str) -> None:
+    (tmp_path / "job.yaml").write_text(ACCEPTED.replace("name: tuned", f"name: {name}"))
     lines = [
         f"status {name}",
         f"explain job/{name}",
@@ -127,6 +129,17 @@ def test_what_is_printed_of_one_job(run: Run, tmp_path: Path, name: str) -> None
         f"checkpoints {name}",
         f"compare {name} succeeded",
         f"bundle {name}",
+        f"status {name} --curve",
+        f"download {name} results",
+        f"fork {name} --from newest",
+        f"suspend {name}",
+        f"suspend {name}",
+        f"resume {name}",
+        f"retry {name}",
+        f"fork {name} --set training.seed=7",
+        f"cancel {name}",
+        f"cancel {name} -o json",
+        "submit job.yaml",
     ]
     found = session(run, lines)
     assert "\x1b" not in found
