@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from finetune_cli.commands.merge import MergeView
@@ -98,6 +100,23 @@ def test_a_merge_in_a_file_has_a_line_per_stage_and_signs_of_life() -> None:
         waited_for(shown, "still merging, for 0 s: 2.0 of 4.0 GB written\n")
         view.begins("verifying")
     assert [line for line in shown.getvalue().splitlines() if "still" not in line] == ["reading headers", "merging", "verifying"]
+
+
+class Terminal(StringIO):
+    """One that can be closed."""
+
+    is_there = True
+
+    def isatty(self) -> bool:
+        return self.is_there
+
+
+@pytest.mark.parametrize("view", [lambda console: LiveView(console, "tune"), MergeView])
+def test_a_terminal_that_goes_away_meanwhile_is_no_error(view: Callable[[Console], LiveView | MergeView]) -> None:
+    terminal = Terminal()
+    with view(Console(file=terminal)):
+        terminal.is_there = False
+    assert terminal.getvalue()
 
 
 def test_only_lines_of_the_trainer_are_heard(tmp_path: Path) -> None:
