@@ -1,14 +1,18 @@
 """`finetune run` as its user runs it: to a verified model, through a power cut, and into each kind of bad input."""
 
 import copy
+import fcntl
 import json
 import os
+import pty
 import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -144,6 +148,74 @@ def test_a_killed_command_a_power_cut_and_inputs_elsewhere_change_no_byte(
     assert token not in output + logs
     assert SECRET_KEY not in output + logs
     assert written["base_model_name_or_path"] == "org/tiny-llama"
+
+
+def on_terminal(claims: Path, manifest: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """The command as the leader of a terminal's session, and our end of that terminal."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [FINETUNE, "run", manifest, "--claims", claims],
+        cwd=claims,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - a system call and no lock
+    )
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    return process, ours
+
+
+def shown_on(terminal: int) -> str:
+    """What has come since the last look."""
+    try:
+        return os.read(terminal, 65_536).decode(errors="replace")
+    except OSError:  # nothing new, or nobody writes to it any more
+        return ""
+
+
+ENDS: dict[str, Callable[[int, int], object]] = {
+    "Ctrl-C": lambda _pid, terminal: os.write(terminal, b"\x03"),
+    "SIGTERM twice": lambda pid, _terminal: [os.kill(pid, signal.SIGTERM) for _ in range(2)],
+    "a lost terminal": lambda _pid, terminal: os.close(terminal),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("end", ENDS)
+def test_an_end_by_its_user_is_told_within_a_second_and_changes_no_byte(
+    end: str, inputs: Path, undisturbed: tuple[Path, str], not_rehearsed: Path, tmp_path: Path
+) -> None:
+    claims = tmp_path / "claims"
+    shutil.copytree(inputs, claims)
+    process, terminal = on_terminal(claims, not_rehearsed)
+    said = ""
+
+    def has_checkpoint() -> bool:
+        nonlocal said
+        said += shown_on(terminal)
+        assert process.poll() is None, said
+        return bool(checkpoints(claims))
+
+    with process:
+        try:
+            wait_until(has_checkpoint, "a checkpoint", 300)
+            asked, said = time.monotonic(), ""
+            ENDS[end](process.pid, terminal)
+            while process.poll() is None and time.monotonic() - asked < 120:
+                if end != "a lost terminal":
+                    said += shown_on(terminal)
+                    assert "stopping: " in said or time.monotonic() - asked < 1, said
+                time.sleep(0.02)
+            assert process.poll() == 130, said
+        finally:
+            process.kill()
+    state = subprocess.run([FINETUNE, "status", "--claims", claims], capture_output=True, text=True, check=True).stdout
+    assert "stopped in train" in state
+    code, output = run(claims, not_rehearsed)
+    assert code == 0, output
+    assert adapter(claims) == adapter(undisturbed[0])
 
 
 def test_a_rehearsal_by_hand_says_what_it_changed_and_what_every_stage_gave(inputs: Path, tmp_path: Path) -> None:

@@ -103,10 +103,6 @@ def test_a_job_is_suspended_resumed_and_cancelled(caller: Caller) -> None:
     assert "cancelled: its pods end" in call("cancel running").stdout
     assert run_of(caller, "running")["cancel"] is True
     assert call("cancel running").stdout == f"{namespace}/running: is cancelled already\n"
-    for command in ("suspend", "resume", "cancel"):
-        done = call(f"{command} succeeded")
-        assert (done.returncode, "has ended (Succeeded)" in done.stderr) == (1, True)
-        assert call(f"{command} nowhere").returncode == 2
     lacking = caller.with_rights("unpatching", (JOB,))
     done = lacking("suspend new")
     named = Right(PATCH.verb, PATCH.resource, PATCH.group, namespace)

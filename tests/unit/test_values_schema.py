@@ -105,3 +105,11 @@ def test_the_dashboards_are_the_generated_ones_and_name_no_installation() -> Non
             "label": "Data source",
         }
     assert {path.stem for path in dashboards.DIRECTORY.iterdir()} == {"fleet", "run", "team"}
+
+
+def test_the_profile_for_gpus_that_values_yaml_shows_is_one() -> None:
+    shown = re.findall(r"^    # ((?:gpu|pods|limits): \{.*)$", (CHART / "values.yaml").read_text(), re.MULTILINE)
+    profile = yaml.safe_load("\n".join(shown))
+    assert set(profile) == {"gpu", "pods", "limits"}
+    assert profile["pods"]["train"]["tolerations"][0]["key"] == profile["gpu"]["resourceName"]
+    jsonschema.validate({"profiles": {"default": profile}}, schema())

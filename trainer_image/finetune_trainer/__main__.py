@@ -35,6 +35,8 @@ from finetune_trainer.termination import run_role
 
 TERMINATION_LOG = "/dev/termination-log"
 """Where Kubernetes looks for a termination message by default."""
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+"""Of a role's lines, from which `finetune run` tells what a role is doing and waiting for."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -164,7 +166,7 @@ def _serve_role(arguments: Sequence[str], log: str) -> NoReturn:
 
 def main(argv: Sequence[str] | None = None, *, is_forked: bool = False) -> int:
     """Run one role; the exit code. is_forked: from a process that serves."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     arguments = parser().parse_args(argv, argparse.Namespace(is_forked=is_forked))
     if getattr(arguments, "parent", None) is not None:
         die_with(arguments.parent)

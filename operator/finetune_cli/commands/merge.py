@@ -70,6 +70,8 @@ class MergeView:
 
     def __init__(self, console: Console, *, silence_seconds: float = SILENCE_SECONDS) -> None:
         self._console = console
+        # Asked once: a terminal may go away in the meantime, and what was begun has to be ended.
+        self._draws = console.is_terminal
         self._signs = SignsOfLife(self._print, silence_seconds=silence_seconds)
         self._stage = ""
         self._bars = Bars(
@@ -85,7 +87,7 @@ class MergeView:
         self._task = self._bars.add_task("reading headers", total=None)
 
     def __enter__(self) -> MergeView:
-        if self._console.is_terminal:
+        if self._draws:
             self._bars.start()
         else:
             self._signs.__enter__()
@@ -93,7 +95,7 @@ class MergeView:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._console.is_terminal:
+        if self._draws:
             self._bars.stop()
         else:
             self._signs.__exit__(*exception)
@@ -110,7 +112,7 @@ class MergeView:
             return
         self._stage = stage
         self._bars.update(self._task, description=stage)
-        if not self._console.is_terminal:
+        if not self._draws:
             self._print(stage)
         self._signs.doing(stage)
 

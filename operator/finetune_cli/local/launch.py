@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, Self, TypeVar
@@ -185,6 +185,7 @@ class Interruption:
         self._request = threading.Event()
         self._requested_at = 0.0
         self._process: Process | None = None
+        self._terminals: list[int] = []
 
     @property
     def requested(self) -> bool:
@@ -199,6 +200,8 @@ class Interruption:
         # Only nohup means it: a shell also has its background commands ignore SIGINT.
         is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         taken = [number for number in _STOPPING_SIGNALS if number != signal.SIGHUP or not is_kept]
+        # Asked now: one that is gone is no terminal any more.
+        self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self._before = {number: signal.signal(number, self._handle) for number in taken}
         return self
 
@@ -208,7 +211,7 @@ class Interruption:
 
     def _handle(self, number: int, _frame: object) -> None:
         if number == signal.SIGHUP:
-            _leave_terminal()
+            _leave(self._terminals)
         now = time.monotonic()
         if not self._request.is_set():
             self._requested_at = now
@@ -235,13 +238,12 @@ class Interruption:
             self._send(signal.SIGTERM)
 
 
-def _leave_terminal() -> None:
+def _leave(terminals: Sequence[int]) -> None:
     """Writing to a terminal that is gone is an error, at which the command would end before its role."""
-    for stream in (1, 2):
-        if os.isatty(stream):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream)
-            os.close(nowhere)
+    for stream in terminals:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream)
+        os.close(nowhere)
 
 
 AnyProcess = TypeVar("AnyProcess", bound=Process)

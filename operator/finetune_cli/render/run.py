@@ -50,6 +50,8 @@ class LiveView:
         from rich.progress import Progress as Bars
 
         self._console, self._job = console, job
+        # Asked once: a terminal may go away in the meantime, and what was begun has to be ended.
+        self._draws = console.is_terminal
         self._signs = SignsOfLife(lambda line: self._print(f"{job}: {line}"), silence_seconds=silence_seconds)
         self._told_waiting = -WAITING_SECONDS
         self._bars = Bars(
@@ -65,14 +67,14 @@ class LiveView:
         self._task: TaskID | None = None
 
     def __enter__(self) -> LiveView:
-        if self._console.is_terminal:
+        if self._draws:
             self._bars.start()  # moves, and shows the time
         else:
             self._signs.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._console.is_terminal:
+        if self._draws:
             self._bars.stop()
         else:
             self._signs.__exit__(*exception)
@@ -82,7 +84,7 @@ class LiveView:
         again = f", attempt {attempt}" if attempt else ""
         self._print(f"{self._job}: {_WORDS[role]}{again} (output: {output})")
         self._signs.doing(_WORDS[role])
-        if self._console.is_terminal:
+        if self._draws:
             self._task = self._bars.add_task(_WORDS[role], total=None, facts="")
 
     def progressed(self, progress: Progress) -> None:

@@ -17,6 +17,8 @@ from finetune_trainer.weights.errors import AdapterTensorDuplicateError, Adapter
 from finetune_trainer.weights.headers import TensorHeader
 
 Key = TypeVar("Key")
+CLASSIFIER_HEADS = ("score", "classifier", "qa_outputs")
+"""What transformers calls the output layers of tasks other than the next token; PEFT saves them whole beside an adapter."""
 ADAPTER_PREFIX = "base_model.model."
 TOKENS_PART = "token_adapter.trainable_tokens_delta"
 FACTOR_PARTS: Mapping[str, str] = {
@@ -95,6 +97,21 @@ def whole_parameter(name: str) -> str | None:
     module, _, parameter = name.removeprefix(ADAPTER_PREFIX).rpartition(".")
     wrapper = next((wrapper for wrapper in WRAPPERS if module.endswith(f".{wrapper}")), None)
     return f"{module.removesuffix(f'.{wrapper}') if wrapper else module}.{parameter}"
+
+
+def absent_in_base(name: str, path: str) -> AdapterTensorUnknownError:
+    """Of the adapter tensor `name`, whose parameter `path` the base model does not have."""
+    module = path.rpartition(".")[0]
+    if module.rpartition(".")[2] in CLASSIFIER_HEADS:
+        return AdapterTensorUnknownError(
+            f"adapter tensor {name}: is the output layer of a classifier, and the base as a language model has none, so that "
+            "there is nothing to merge it into. Merge such an adapter with PEFT: load the base with "
+            "AutoModelForSequenceClassification or the class of its task, then PeftModel.from_pretrained and merge_and_unload."
+        )
+    return AdapterTensorUnknownError(
+        f"adapter tensor {name}: the base model has no tensor {path}. The adapter was trained on another model or another "
+        "revision; give that one as the base."
+    )
 
 
 def _claim(owners: dict[Key, TensorHeader], key: Key, tensor: TensorHeader) -> None:

@@ -19,7 +19,7 @@ from finetune_trainer.merge.adapter_changes import (
     require_all_targets,
     saved_parameters,
 )
-from finetune_trainer.merge.adapter_names import TOKENS_PART, ParsedAdapter, parse_names
+from finetune_trainer.merge.adapter_names import TOKENS_PART, ParsedAdapter, absent_in_base, parse_names
 from finetune_trainer.merge.adapter_settings import AdapterHeaders, AdapterSettings, adapter_settings
 from finetune_trainer.merge.changes import TokenRows
 from finetune_trainer.merge.factors import LayerTensors, bias_change, check_shapes, convolution_changes, module_change
@@ -108,10 +108,7 @@ class _Lora:
     def _parameter(self, path: str, example: str) -> StoredParameter:
         found = self._model.parameter(path)
         if found is None:
-            raise AdapterTensorUnknownError(
-                f"adapter tensor {example}: the base model has no tensor {path}. The adapter was trained on another model "
-                "or another revision; give that one as the base."
-            )
+            raise absent_in_base(example, path)
         return found
 
     def _add_convolution(self, module: str, found: LayerTensors) -> None:

@@ -21,7 +21,7 @@ from finetune_trainer.merge.adapter_changes import (
     require_all_targets,
     saved_parameters,
 )
-from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX
+from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX, absent_in_base
 from finetune_trainer.merge.adapter_settings import AdapterHeaders, adapter_settings
 from finetune_trainer.merge.changes import ModuleMerge, TokenRows
 from finetune_trainer.merge.factors import CONV1D_MODEL_TYPES, check_shapes
@@ -162,10 +162,7 @@ def _split(name: str, model: StoredModel) -> tuple[str, str]:
         module = ".".join(parts[:length])
         if _header(model, f"{module}.weight") is not None:
             return module, ".".join(parts[length:])
-    raise AdapterTensorUnknownError(
-        f"adapter tensor {name}: the base model has no module of this name. The adapter was trained on another model or another "
-        "revision; give that one as the base."
-    )
+    raise absent_in_base(name, name.removeprefix(ADAPTER_PREFIX))
 
 
 def _replace(result: AdapterChanges, name: str, tensor: TensorHeader, model: StoredModel) -> None:

@@ -40,6 +40,7 @@ _SHARD_NUMBER = re.compile(r".*-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})\.safet
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
+_PICKLED_ADAPTER = "adapter_model.bin"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 CONFIG_FILE = "config.json"
 
@@ -211,6 +212,12 @@ def _require_all_shards(directory: Path, files: Collection[str]) -> None:
 def read_adapter(directory: Path) -> Checkpoint:
     """Headers of a PEFT adapter directory. Raises BrokenCheckpointError when the safetensors file is missing or empty."""
     path = directory / ADAPTER_FILE
+    if not path.exists() and (directory / _PICKLED_ADAPTER).exists():
+        convert = f"save_file(torch.load({_PICKLED_ADAPTER!r}, weights_only=True), {ADAPTER_FILE!r}, {{'format': 'pt'}})"
+        raise BrokenCheckpointError(
+            f"{directory}: {ADAPTER_FILE} is missing, and {_PICKLED_ADAPTER} is a pickle, which is never loaded here. Convert it "
+            f'in that directory: python -c "import torch; from safetensors.torch import save_file; {convert}"'
+        )
     if not path.exists():
         raise BrokenCheckpointError(f"{directory}: {ADAPTER_FILE} is missing. Save the adapter with safe_serialization=True.")
     tensors = {tensor.name: tensor for tensor in read_header(path)}

@@ -147,6 +147,13 @@ def test_the_change_that_fits_is_one_that_the_rules_accept(
     [
         *(("Llama-3.1-8B", "LoRA"), ("Llama-3.1-70B", "LoRA"), ("Llama-3.1-70B", "QLoRA"), ("Qwen3-8B", "QLoRA")),
         *(("Qwen3-30B-A3B", "QLoRA"), ("Mixtral-8x7B", "LoRA"), ("Gemma-2-9B", "QLoRA")),
+        *(
+            pytest.param(name, method, marks=pytest.mark.nightly)
+            for name, method in (
+                *(("Llama-3.1-8B", "QLoRA"), ("Qwen3-8B", "LoRA"), ("Qwen3-30B-A3B", "LoRA")),
+                *(("Mixtral-8x7B", "QLoRA"), ("Gemma-2-9B", "LoRA")),
+            )
+        ),
     ],
 )
 def test_a_manifest_of_model_data_and_method_fits_or_what_is_told_makes_it_fit(tmp_path: Path, name: str, method: str) -> None:

@@ -24,6 +24,12 @@ PODS = "/api/v1/namespaces/team/pods"
 _VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}
 
 
+def _merged(document: Document, patch: Document) -> Document:
+    """A JSON merge patch that removes nothing."""
+    inner = {key: _merged(document.get(key) or {}, value) if isinstance(value, dict) else value for key, value in patch.items()}
+    return document | inner
+
+
 @dataclass
 class ApiServer:
     """What the server holds and does."""
@@ -65,14 +71,14 @@ class ApiServer:
             return 200, "".join(lines[-int(query["tailLines"][0]) :] if "tailLines" in query else lines)
         if method == "POST":
             document = json.loads(body)
-            made = f"{path}/{document['metadata']['name']}"
-            if made in self.objects:
-                return self._status(409, "AlreadyExists", f'{plural} "{document["metadata"]["name"]}" already exists')
+            name = document["metadata"]["name"]
+            if f"{path}/{name}" in self.objects:
+                return self._status(409, "AlreadyExists", f'{plural} "{name}" already exists', name=name)
             if plural == "pods":
-                self._create(made, document)
+                self._create(f"{path}/{name}", document)
             else:
-                document["metadata"] |= {"namespace": path.split("/namespaces/")[1].split("/")[0], "uid": f"uid of {made}"}
-                self.objects[made] = document
+                document["metadata"] |= {"namespace": path.split("/")[-2], "uid": f"uid of {path}/{name}"}
+                self.put(path, document)
             return 201, json.dumps(document)
         if not name:
             wanted = dict(one.split("=") for one in query.get("labelSelector", [""])[0].split(",") if "=" in one)
@@ -84,6 +90,8 @@ class ApiServer:
             return 200, json.dumps({"items": items, "metadata": {}})
         if path not in self.objects:
             return self._status(404, "NotFound", f'{plural} "{name}" not found', name=name)
+        if method == "PATCH":
+            self.objects[path] = _merged(self.objects[path], json.loads(body))
         found = self.objects.pop(path) if method == "DELETE" else self.objects[path]
         return 200, json.dumps(found)
 

@@ -23,6 +23,7 @@ from finetune_job.plan.digest import canonical_json
 from tests.support.builders import a_job
 from tests.unit.finetune_cli.cluster.api_server import JOBS, PODS, ApiServer, served
 from tests.unit.finetune_cli.jobs import objects
+from tests.unit.finetune_cli.manifests import ACCEPTED
 
 GOLDEN = Path(__file__).parent / "golden"
 CONFIG_MAPS = "/api/v1/namespaces/team/configmaps"
@@ -119,6 +120,7 @@ def check_golden(name: str, found: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["succeeded", "running", "failed", "stalled", "waiting", "new", "hostile", "missing"])
 def test_what_is_printed_of_one_job(run: Run, tmp_path: Path, name: str) -> None:
+    (tmp_path / "job.yaml").write_text(ACCEPTED.replace("name: tuned", f"name: {name}"))
     lines = [
         f"status {name}",
         f"explain job/{name}",
@@ -128,6 +130,19 @@ def test_what_is_printed_of_one_job(run: Run, tmp_path: Path, name: str) -> None
         f"compare {name} succeeded",
         f"bundle {name}",
     ]
+    if name not in ("waiting", "new", "hostile"):
+        lines += [
+            f"status {name} --curve",
+            f"download {name} results",
+            f"fork {name} --from newest",
+            f"suspend {name}",
+            f"resume {name}",
+            f"retry {name}",
+            f"fork {name} --set training.seed=7",
+            f"cancel {name}",
+            f"cancel {name} -o json",
+            "submit job.yaml",
+        ]
     found = session(run, lines)
     assert "\x1b" not in found
     assert "\u202e" not in found
@@ -160,15 +175,8 @@ def test_what_is_printed_of_many_jobs(run: Run, server: ApiServer, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["succeeded", "running", "failed", "stalled", "new", "hostile"])
 def test_every_answer_is_data_too(run: Run, name: str) -> None:
-    for line in (
-        f"status {name}",
-        f"explain job/{name}",
-        f"wait {name} --timeout 0",
-        f"compare {name} new",
-        "list",
-        "top",
-        "cost",
-    ):
+    of_many = ("list", "top", "cost") if name == "hostile" else ()
+    for line in (f"status {name}", f"explain job/{name}", f"wait {name} --timeout 0", f"compare {name} new", *of_many):
         done = run(f"{line} -o json")
         assert json.loads(done.stdout), line
         assert done.stdout.replace("\n", "").isprintable()

@@ -171,7 +171,7 @@ def test_a_missing_library_is_named_before_anything_runs(claims):
     job.write_text(manifest())
     program = (
         "import importlib.util as util, sys; find = util.find_spec\n"
-        "util.find_spec = lambda name, *more: None if name == 'peft' else find(name, *more)\n"
+        "util.find_spec = lambda name, *more: None if name == 'torch' else find(name, *more)\n"
         f"sys.argv = ['finetune', 'run', {str(job)!r}, '--claims', {str(claims)!r}]\n"
         "from finetune_cli.__main__ import main; main()"
     )
@@ -179,7 +179,7 @@ def test_a_missing_library_is_named_before_anything_runs(claims):
     done, seconds = run_timed([sys.executable, "-c", program], cwd=ROOT, without="torch", traps=claims.parent / "traps")
     assert done.returncode == 2
     assert seconds < ALLOWED_SECONDS * factor
-    assert "peft is not installed, and this command computes on this machine" in done.stderr
+    assert "torch is not installed, and this command computes on this machine" in done.stderr
     assert not (claims / "workspace").exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,8 +21,11 @@ from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_job.api.base import ClaimPath
 from finetune_job.plan.digest import canonical_json
 from tests.support.builders import a_job
-from tests.unit.finetune_cli.cluster.api_server import ApiServer
+from tests.support.documented import ROOT, blocks_of
+from tests.unit.finetune_cli.cluster.api_server import JOBS, ApiServer, Document
 from tests.unit.finetune_cli.commands.test_cluster_jobs import CONFIG_MAPS, Run, run, server
+from tests.unit.finetune_cli.jobs import objects
+from tests.unit.finetune_cli.manifests import ACCEPTED
 
 __all__ = ["run", "server"]
 CONTENT = {"adapter/adapter_model.safetensors": bytes(range(256)) * 100, "README.md": b"# card\n", "merged/a/b.json": b""}
@@ -213,3 +217,37 @@ def test_what_stands_in_the_way_is_told_and_no_pod_is_left(run: Run, server: Api
     done = run(f"download running {tmp_path / 'here'}")
     assert (done.exit_code, "its plan (ConfigMap running-plan) is gone" in done.output) == (3, True)
     assert run(f"download succeeded {tmp_path / 'here'} --timeout soon").exit_code == 2
+
+
+def test_what_readme_says_of_jobs_of_a_cluster_is_done_as_it_is_written(
+    run: Run, server: ApiServer, given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JOB is a job that trains. What is submitted succeeds at once."""
+    given("running")
+    (tmp_path / "job.yaml").write_text(ACCEPTED)
+    put = server.put
+
+    def put_ended(collection: str, *documents: Document) -> None:
+        status = {"status": objects.SUCCEEDED["status"]} if collection == JOBS else {}
+        put(collection, *({**document, **status} for document in documents))
+
+    monkeypatch.setattr(server, "put", put_ended)
+    (block,) = blocks_of(ROOT / "README.md", section="Commands for jobs of a cluster")
+    said = {}
+    for line in block.text.splitlines():
+        command = re.sub(r"\bJOB\b", "running", line.partition("  #")[0].removeprefix("finetune "))
+        done = run(command)
+        verb = command.split()[0]
+        assert done.exit_code == (3 if verb == "reproduce" else 0), (
+            line,
+            done.output,
+        )  # which waits for no end but its own job's
+        said[verb] = done.output
+    assert "is Training; wait for its end" in said["reproduce"]
+    assert said["submit"].startswith("team/tuned: created\nteam/tuned: Succeeded\n")
+    assert "Running" in said["list"]
+    assert said["status"].startswith("team/running: Running, train\n")
+    assert said["logs"] == "[rank 0] loss 1.25\\x1b[2J\n"
+    assert "learningRate: '1e-5'" in said["fork"]
+    assert {name: (tmp_path / "DIR" / name).read_bytes() for name in CONTENT} == CONTENT
+    assert len(said) == len(block.text.splitlines()) > 6

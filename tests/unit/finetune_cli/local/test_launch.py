@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,6 +201,40 @@ def test_who_was_told_to_ignore_a_hang_up_ignores_it(told: list[str]):
     finally:
         signal.signal(signal.SIGHUP, before)
     assert told == []
+
+
+WRITES_AFTERWARDS = """
+import os
+from finetune_cli.local.launch import Interruption
+with Interruption() as interruption:
+    print("ready", flush=True)
+    interruption.pause(30)
+    os.write(1, b"more")
+    os.write(2, b"more")
+raise SystemExit(43 if interruption.requested else 1)
+"""
+
+
+def take_terminal() -> None:
+    """As a shell starts a command, whatever the tests were started by."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_a_terminal_that_is_gone_is_not_written_to():
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITES_AFTERWARDS],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=take_terminal,  # noqa: PLW1509 - two system calls and no lock
+    )
+    os.close(theirs)
+    assert os.read(ours, 1024).startswith(b"ready")
+    os.close(ours)
+    assert process.wait(60) == 43
 
 
 def test_an_end_that_the_user_asked_for_is_no_failure_of_the_product():

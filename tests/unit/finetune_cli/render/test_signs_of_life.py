@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from finetune_cli.commands.merge import MergeView
@@ -17,6 +20,9 @@ from finetune_cli.render.signs_of_life import SignsOfLife
 from finetune_job.failures import Outcome, TerminationReport
 from finetune_job.names import Role
 from finetune_job.progress import Progress
+from finetune_trainer.__main__ import LOG_FORMAT
+from finetune_trainer.fetch.source import source_unavailable
+from finetune_trainer.network.retry import Retries, RetryPolicy, TransientError
 
 SILENCE = 0.05
 
@@ -96,6 +102,23 @@ def test_a_merge_in_a_file_has_a_line_per_stage_and_signs_of_life() -> None:
     assert [line for line in shown.getvalue().splitlines() if "still" not in line] == ["reading headers", "merging", "verifying"]
 
 
+class Terminal(StringIO):
+    """One that can be closed."""
+
+    is_there = True
+
+    def isatty(self) -> bool:
+        return self.is_there
+
+
+@pytest.mark.parametrize("view", [lambda console: LiveView(console, "tune"), MergeView])
+def test_a_terminal_that_goes_away_meanwhile_is_no_error(view: Callable[[Console], LiveView | MergeView]) -> None:
+    terminal = Terminal()
+    with view(Console(file=terminal)):
+        terminal.is_there = False
+    assert terminal.getvalue()
+
+
 def test_only_lines_of_the_trainer_are_heard(tmp_path: Path) -> None:
     path = tmp_path / "fetch-0.log"
     heard = RoleOutput(path)
@@ -117,3 +140,18 @@ def test_only_lines_of_the_trainer_are_heard(tmp_path: Path) -> None:
         file.write(b"\xff" * 200_000 + f"\n{stamp} INFO finetune_trainer.roles.fetch last\n".encode())
     assert heard.new_lines() == [SaidLine("last")]
     assert RoleOutput(path, from_end=True).new_lines() == []
+
+
+def test_what_the_trainer_logs_of_a_failed_request_is_heard(tmp_path: Path) -> None:
+    """Cause and next attempt, in the trainer's own words and format."""
+    path = tmp_path / "fetch-0.log"
+    logger, handler = logging.getLogger("finetune_trainer"), logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logger.addHandler(handler)
+    try:
+        retries = Retries("hf://a/b", RetryPolicy(first_seconds=0.0), threading.Event(), source_unavailable)
+        retries.failed(TransientError("no answer (ConnectError)"))
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+    assert RoleOutput(path).new_lines() == [SaidLine("hf://a/b: no answer (ConnectError); again in 0.0 s", is_waiting=True)]

@@ -91,6 +91,22 @@ def test_sharding_that_nobody_has_set():
     assert planned(FSDP1).method.lora.autocast_adapter_dtype is True
 
 
+@pytest.mark.parametrize(
+    ("changes", "chosen"),
+    [
+        ({}, (True, "trainable and frozen apart")),
+        (FULL, (False, "all parameters are trained alike")),
+        (
+            {"method.type": "DoRA", "parallelism.fsdp.useOrigParams": True},
+            (False, "adapters share the units of their layers"),
+        ),
+    ],
+)
+def test_the_reason_of_a_wrap_policy_fits_the_value(changes, chosen):
+    choices = planned(FSDP1 | changes).choices
+    assert [(each.value, each.reason) for each in choices if each.field == "spec.parallelism.fsdp.peftWrapPolicy"] == [chosen]
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_freeing_parameters_after_the_forward_pass_is_left_to_preflight_unless_it_is_set(given):
     field = "parallelism.fsdp.reshardAfterForward"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,19 @@ def test_a_tensor_that_fits_nowhere_is_refused_by_name(extra: str) -> None:
     with pytest.raises(errors.AdapterTensorUnknownError) as refusal:
         given_case.plan()
     assert extra in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [("score", "is the output layer of a classifier.*Merge such an adapter with PEFT"), ("scores", "trained on another model")],
+)
+def test_the_head_of_a_classifier_is_told_to_be_one(module: str, words: str) -> None:
+    name = f"base_model.model.{module}.weight"
+    for given_case in (case(), case(peft_type="IA3")):
+        given_case.adapter.clear()
+        given_case.adapter.update(headers({name: (2, HIDDEN)}, "F32"))
+        with pytest.raises(errors.AdapterTensorUnknownError, match=f"{re.escape(name)}: .*{words}"):
+            given_case.plan()
 
 
 def test_two_tensors_for_one_weight_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from finetune_trainer.weights import errors
-from finetune_trainer.weights.headers import read_checkpoint, read_header, read_json
+from finetune_trainer.weights.headers import read_adapter, read_checkpoint, read_header, read_json
 
 
 @pytest.mark.parametrize("cut", [1, 1000, "header", "length"])
@@ -94,3 +95,17 @@ def test_a_long_header_with_a_name_twice_is_refused_at_once(tmp_path: Path) -> N
     path = header_file(tmp_path / "model.safetensors", f'{{{entries}, "299999": 0}}')
     with pytest.raises(errors.BrokenCheckpointError, match="'299999' is there twice"):
         read_header(path)
+
+
+def test_a_pickled_adapter_is_converted_by_the_command_that_its_refusal_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(errors.BrokenCheckpointError, match=r"adapter_model.safetensors is missing. Save the adapter with"):
+        read_adapter(tmp_path)
+    name = "base_model.model.q.lora_A.weight"
+    torch.save({name: torch.ones(2, 3)}, "adapter_model.bin")
+    with pytest.raises(errors.BrokenCheckpointError, match=r"adapter_model.bin is a pickle, which is never loaded") as refused:
+        read_adapter(tmp_path)
+    exec(re.findall(r'python -c "(.*)"', str(refused.value))[0], {})
+    assert {each.name: each.shape for each in read_adapter(tmp_path).tensors.values()} == {name: (2, 3)}
