@@ -88,6 +88,17 @@ def test_records_are_shown_with_the_mask_and_counted(claims):
     assert "\x1b[32ma<|im_end|>\x1b[0m" in look_text(look(claims), in_colour=True)
 
 
+def test_a_thousand_chats_are_told_of_within_a_second(claims):
+    """Of 430 tokens each."""
+    turns = [{"role": "user", "content": "a question" * 4}, {"role": "assistant", "content": "an answer" * 17 + "."}]
+    write(claims / "data/train.jsonl", [{"messages": turns * 2}] * 1000)
+    factor = slowness()
+    done, seconds = timed(claims, "data", "-f", "JOB", "--claims", "CLAIMS")
+    assert "430000 tokens, " in done.stdout
+    assert "999 repeat an earlier one" in done.stdout
+    assert seconds < ALLOWED_SECONDS * factor, factor
+
+
 def test_only_the_first_records_are_read_and_that_is_said(claims):
     seen = look(claims, limit=1, shown=0)
     assert (seen.sources[0]["records"], seen.sources[0]["is_whole"], seen.records) == (1, False, [])
