@@ -1,54 +1,36 @@
-"""`kubectl finetune` as Krew installs it: its manifest by Krew's rules, and the archive where nothing else is installed."""
+"""`kubectl finetune` as Krew installs it: its manifest, and at night Krew itself, on a machine with Python and nothing else."""
 
 from __future__ import annotations
 
 import hashlib
-import io
-import os
 import re
 import shlex
 import subprocess
 import sys
-import tarfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from tests.support import krew
-from tests.support.cluster.binaries import ensure_binaries
+from tests.support.cluster.binaries import ensure_binaries, ensure_krew
+from tests.support.documented import blocks_of
 
 ROOT = Path(__file__).parents[2]
 URL = "https://downloads.example.com/finetune/"
-SEMANTIC = r"v\d+\.\d+\.\d+(-[0-9A-Za-z.-]+)?"
-
-
-def check_manifest(document: dict[str, Any], file: str) -> None:
-    """What Krew asks of a manifest before it installs anything."""
-    assert document["apiVersion"] == "krew.googlecontainertools.github.com/v1alpha2"
-    assert document["kind"] == "Plugin"
-    assert re.fullmatch(r"[\w-]+", document["metadata"]["name"])
-    assert file == f"{document['metadata']['name']}.yaml"
-    spec = document["spec"]
-    assert re.fullmatch(SEMANTIC, spec["version"])
-    assert spec["shortDescription"]
-    assert "\n" not in spec["shortDescription"]
-    assert spec["platforms"]
-    for one in spec["platforms"]:
-        assert set(one) == {"selector", "uri", "sha256", "bin"}
-        assert set(one["selector"]["matchLabels"]) == {"os", "arch"}
-        assert one["uri"].startswith(URL)
-        assert re.fullmatch(r"[0-9a-f]{64}", one["sha256"])
-        assert one["bin"] == "kubectl-finetune"
+DIGESTS = {one: hashlib.sha256(one.name.encode()).hexdigest() for one in krew.PLATFORMS}
 
 
 def test_the_manifest_names_an_archive_for_each_platform() -> None:
-    document = krew.manifest("0.2.0", URL, {one: hashlib.sha256(one.name.encode()).hexdigest() for one in krew.PLATFORMS})
-    check_manifest(yaml.safe_load(yaml.safe_dump(document)), "finetune.yaml")
-    labels = [tuple(one["selector"]["matchLabels"].values()) for one in document["spec"]["platforms"]]
+    document = yaml.safe_load(yaml.safe_dump(krew.manifest("0.2.0", URL, DIGESTS), sort_keys=False))
+    assert (document["apiVersion"], document["kind"]) == ("krew.googlecontainertools.github.com/v1alpha2", "Plugin")
+    assert (document["metadata"]["name"], document["spec"]["version"]) == ("finetune", "v0.2.0")
+    platforms = document["spec"]["platforms"]
+    labels = [tuple(one["selector"]["matchLabels"].values()) for one in platforms]
     assert labels == [("linux", "amd64"), ("linux", "arm64"), ("darwin", "amd64"), ("darwin", "arm64")]
-    assert document["spec"]["platforms"][3]["uri"] == f"{URL}kubectl-finetune-v0.2.0-darwin-arm64.tar.gz"
+    assert {one["bin"] for one in platforms} == {"kubectl-finetune"}
+    assert platforms[3]["uri"] == f"{URL}kubectl-finetune-v0.2.0-darwin-arm64.tar.gz"
 
 
 @pytest.mark.parametrize(
@@ -74,54 +56,90 @@ def test_the_documented_command_makes_a_bundle() -> None:
     assert "-m tests.support.krew --version 0.2.0 --url https://downloads.example.com/finetune" in shown
 
 
-def unpacked(archive: bytes, directory: Path) -> Path:
-    """As Krew does, which knows directories and plain files and nothing else."""
-    with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
-        entries = opened.getmembers()
-        assert [one.name for one in entries if not (one.isdir() or one.isreg())] == []
-        assert [one.name for one in entries if one.name.startswith("/") or ".." in Path(one.name).parts] == []
-        opened.extractall(directory, filter="data")
-    return directory
+@dataclass(frozen=True)
+class User:
+    """Somebody with `kubectl`, Krew, Python and nothing else, and without a network."""
 
+    home: Path
+    root: Path
+    """Of Krew."""
 
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-def test_the_bundle_needs_python_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["krew", "--version", "0.9.9", "--url", URL, "--output", str(tmp_path / "made")])
-    assert krew.main() == 0
-    document = yaml.safe_load((tmp_path / "made/finetune.yaml").read_text())
-    check_manifest(document, "finetune.yaml")
-    [platform] = document["spec"]["platforms"]
-    archive = (tmp_path / "made" / platform["uri"].removeprefix(URL)).read_bytes()
-    assert hashlib.sha256(archive).hexdigest() == platform["sha256"]
-    [target] = [one for one in krew.PLATFORMS if one.name == krew.own_platform()]
-    assert krew.bundle("0.9.9", target) == archive, "equal sources give equal bytes"
-    store = unpacked(archive, tmp_path / "store/finetune/v0.9.9")
-    assert "Apache License" in (store / "LICENSE").read_text()
-    assert [path.name for path in (store / "lib").iterdir() if path.name in {"torch", "transformers", "kopf"}] == []
-    # Krew puts links to the programs of all plugins into one directory.
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/kubectl-finetune").symlink_to(store / platform["bin"])
-    kubectl = tmp_path / "bin/kubectl"
-    kubectl.write_text(f'#!/bin/sh\nexec {ensure_binaries().kube} kubectl "$@"\n')
-    kubectl.chmod(0o755)
-    path = f"{tmp_path / 'bin'}:{Path(sys.executable).resolve().parent}:/usr/bin:/bin"
-    bare = {"PATH": path, "HOME": str(tmp_path / "home")}
-
-    def finetune(*arguments: str, **variables: str) -> tuple[int, str]:
+    def run(self, script: str, **variables: str) -> tuple[int, str]:
+        """In a shell; its exit code and output."""
+        programs = (self.root / "bin", self.home / "bin", Path(sys.executable).resolve().parent)
+        path = ":".join([*map(str, programs), "/usr/bin", "/bin"])
         done = subprocess.run(
-            [kubectl, "finetune", *arguments], env=bare | variables, cwd=tmp_path, capture_output=True, text=True, check=False
+            ["unshare", "--net", "bash", "-euc", script],
+            env={"PATH": path, "HOME": str(self.home), "KREW_ROOT": str(self.root), **variables},
+            cwd=self.home,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         return done.returncode, done.stdout + done.stderr
 
-    code, said = finetune("validate", "-f", str(ROOT / "examples/quickstart.yaml"))
-    assert (code, said.splitlines()[0]) == (0, "FineTuneJob quickstart: accepted")
+
+@pytest.fixture
+def user(tmp_path: Path) -> User:
+    """Krew has an index, without which it removes nothing."""
+    krew_program, _ = ensure_krew()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/kubectl-krew").symlink_to(krew_program)
+    kubectl = tmp_path / "bin/kubectl"
+    kubectl.write_text(f'#!/bin/sh\nexec {ensure_binaries().kube} kubectl "$@"\n')
+    kubectl.chmod(0o755)
+    made = User(tmp_path, tmp_path / "krew")
+    code, said = made.run("git init -q index && kubectl krew index add team file://$HOME/index")
+    assert code == 0, said
+    return made
+
+
+def documented_installation() -> str:
+    """What docs/release.md tells people to type, for this machine's platform."""
+    (block,) = [block for block in blocks_of(ROOT / "docs/release.md") if "krew install" in block.text]
+    return block.text.replace("linux-amd64", krew.own_platform())
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_krew_installs_a_bundle_that_needs_python_and_nothing_else(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["krew", "--version", "0.2.0", "--url", URL, "--output", str(user.home)])
+    assert krew.main() == 0
+    (platform,) = yaml.safe_load((user.home / "finetune.yaml").read_text())["spec"]["platforms"]
+    archive = (user.home / platform["uri"].removeprefix(URL)).read_bytes()
+    [target] = [one for one in krew.PLATFORMS if one.name == krew.own_platform()]
+    assert krew.bundle("0.2.0", target) == archive, "equal sources give equal bytes"
+    (user.home / "job.yaml").write_text((ROOT / "examples/quickstart.yaml").read_text())
+    before = set(user.root.rglob("*"))
+
+    code, said = user.run(documented_installation())
+    assert code == 0, said
+    assert "Installed plugin: finetune" in said
+    assert "FineTuneJob quickstart: accepted" in said
+    store = (user.root / "bin/kubectl-finetune").resolve().parent
+    assert store.is_relative_to(user.root / "store/finetune/v0.2.0")
+    assert "Apache License" in (store / "LICENSE").read_text()
+    assert [path.name for path in (store / "lib").iterdir() if path.name in {"torch", "transformers", "kopf"}] == []
     # What is installed for the interpreter, or named by the environment, is not looked at.
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere/pathlib.py").write_text("raise SystemExit(77)")
-    assert finetune("--version", PYTHONPATH=str(tmp_path / "elsewhere")) == (0, "finetune 0.9.9\n")
-    assert finetune("list")[0] == 2
-    code, said = finetune("--version", FINETUNE_PYTHON="no-such-python")
+    (user.home / "elsewhere").mkdir()
+    (user.home / "elsewhere/pathlib.py").write_text("raise SystemExit(77)")
+    assert user.run("kubectl finetune --version", PYTHONPATH=str(user.home / "elsewhere")) == (0, "finetune 0.2.0\n")
+    assert user.run("kubectl finetune list")[0] == 2
+    code, said = user.run("kubectl finetune --version", FINETUNE_PYTHON="no-such-python")
     assert code == 2
     assert "needs Python 3.11: there is no no-such-python on PATH. Install it, or set FINETUNE_PYTHON" in said
-    assert os.access(store / "kubectl-finetune", os.X_OK)
+
+    assert user.run("kubectl krew uninstall finetune") == (0, "Uninstalled plugin: finetune\n")
+    assert set(user.root.rglob("*")) == before
+
+
+@pytest.mark.nightly
+def test_the_index_of_krew_takes_the_manifest_of_all_platforms(tmp_path: Path) -> None:
+    _, judge = ensure_krew()
+    manifest = tmp_path / "finetune.yaml"
+    manifest.write_text(yaml.safe_dump(krew.manifest("0.2.0", URL, DIGESTS)))
+    done = subprocess.run([judge, "-skip-install", "-manifest", manifest], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "no overlapping spec.platform[].selector" in done.stderr

@@ -23,8 +23,10 @@ import pytest
 import yaml
 
 from finetune_cli.jobs.diagnosis import diagnose
-from finetune_cli.jobs.next_manifest import fork_of, parse_change
+from finetune_cli.jobs.next_manifest import fork_of, parse_change, start_changes
 from finetune_cli.jobs.seen import seen_job
+from finetune_cli.local.claims import LOCAL_UID
+from finetune_job.finding import FieldChange
 from tests.support.cluster.binaries import ensure_binaries
 from tests.support.cluster.errors import wait_until
 from tests.support.forked_program import run_forked
@@ -405,12 +407,10 @@ FAILED = {
 """Where the settings are with which a job has failed, they themselves, and those of the patch."""
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", FAILED)
-def test_a_fork_with_the_advised_patch_runs(case: str, inputs: Path, tmp_path: Path) -> None:
-    """What `finetune explain job/quickstart` says after a failure, done as it says, at toy size."""
-    section, settings, expected = FAILED[case]
-    document = yaml.safe_load(EXAMPLE.read_text())
+def failed(case: str) -> dict[str, Any]:
+    """The quickstart at toy size, which has failed so."""
+    section, settings, _ = FAILED[case]
+    document: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
     spec = document["spec"]
     spec["training"] |= {"maxSteps": 4}
     spec["checkpoint"] = {"everySteps": 2}
@@ -418,20 +418,63 @@ def test_a_fork_with_the_advised_patch_runs(case: str, inputs: Path, tmp_path: P
     spec[section] |= settings
     document["status"] = copy.deepcopy(objects.FAILED["status"])
     document["status"]["attempts"][-1]["failure"] = case.partition(",")[0]
+    return document
+
+
+def advised(document: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, list[FieldChange]]:
+    """What `finetune explain job/quickstart` says then: the patch, and the changes of its command."""
     found = diagnose(seen_job(document), datetime.now(UTC))
-    assert found.patch == {"spec": {section: expected}}
     (command,) = found.commands
     assert command.endswith(" | finetune submit -")
     words = shlex.split(command.partition(" | ")[0])
-    changes = [parse_change(value) for option, value in pairwise(words) if option == "--set"]
-    forked = tmp_path / "forked.yaml"
-    forked.write_text(json.dumps(fork_of(document, "quickstart-2", changes)))
+    return found.patch, [parse_change(value) for option, value in pairwise(words) if option == "--set"]
+
+
+def run_document(claims: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+    """To its end; the plan."""
+    name = document["metadata"]["name"]
+    manifest = claims / f"{name}.yaml"
+    manifest.write_text(json.dumps({key: value for key, value in document.items() if key != "status"}))
+    code, output = run(claims, manifest)
+    assert code == 0, output
+    assert (claims / f"models-out/{name}/adapter/adapter_model.safetensors").is_file()
+    plan: dict[str, Any] = json.loads(next((claims / ".finetune").glob(f"*.{name}/plan.json")).read_text())
+    return plan
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", FAILED)
+def test_a_fork_with_the_advised_patch_runs(case: str, inputs: Path, tmp_path: Path) -> None:
+    """Done as it says."""
+    section, _, expected = FAILED[case]
+    document = failed(case)
+    patch, changes = advised(document)
+    assert patch == {"spec": {section: expected}}
     claims = tmp_path / "claims"
     shutil.copytree(inputs, claims)
-    code, output = run(claims, forked)
-    assert code == 0, output
-    assert (claims / "models-out/quickstart-2/adapter/adapter_model.safetensors").is_file()
-    plan = json.loads(next((claims / ".finetune").glob("*.quickstart-2/plan.json")).read_text())
+    plan = run_document(claims, fork_of(document, "quickstart-2", changes))
     ((name, value),) = expected.items()
     in_plan = {**plan["training"], **plan["checkpoint"]}[re.sub(r"([A-Z])", lambda found: f"_{found[1].lower()}", name)]
     assert str(in_plan) == str(value)
+
+
+@pytest.mark.nightly
+def test_a_fork_with_the_advised_patch_begins_with_a_checkpoint_of_the_job(inputs: Path, tmp_path: Path) -> None:
+    """As `finetune fork --from 2` makes it: what was learnt before the failure is kept."""
+    document = failed("NonFinite")
+    document["metadata"]["uid"] = LOCAL_UID
+    claims = tmp_path / "claims"
+    shutil.copytree(inputs, claims)
+    run_document(claims, document)
+    fork = fork_of(document, "quickstart-2", [*advised(document)[1], *start_changes(document, 2)])
+    plan = run_document(claims, fork)
+    assert plan["training"]["start_from"]["path"] == "quickstart-local/checkpoints/step-0000000002"
+    assert str(plan["training"]["learning_rate"]) == "0.01"
+    before, after = (history(claims, name) for name in ("quickstart", "quickstart-2"))
+    assert after[0] < before[0], "the same batch as that of the first step, of which the base model knew nothing"
+
+
+def history(claims: Path, name: str) -> list[float]:
+    """Losses of the steps."""
+    lines = map(json.loads, (claims / f"workspace/{name}-local/history.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if line.get("loss") is not None]

@@ -1,16 +1,17 @@
-"""The first records of a job, looked at by a process of the trainer that imports nothing heavy."""
+"""The first records of a job, looked at by a process that runs code of the trainer and imports nothing heavy."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
 import tempfile
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_job.finding import Finding
@@ -21,12 +22,10 @@ FIRST_RECORDS = 1000
 """Of each source that are shown and counted unless another number is given."""
 FIRST_JUDGED = 100
 """Of each source that a command looks at before it does its own work."""
-SECONDS = 120.0
+SECONDS = 120
 """A chat template of a user's may take any time."""
-_PROGRAM = (
-    "from finetune_job.plugins import leave_out_plugins; leave_out_plugins(); "
-    "import sys; from finetune_trainer.roles.look import main; sys.exit(main())"
-)
+_PROGRAM = "finetune_trainer.roles.look"
+"""Named and not imported: this command has to start where nothing of the trainer is installed."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,6 @@ def look(
         fetched = plan.fetch is not None and any(item.target == each.location for _, each in here for item in plan.fetch.items)
         model = Path(root, plan.model.location.claim, plan.model.location.path)
         order = {
-            "parent": os.getpid(),
             "claims_root": root,
             "settings": plan.data.model_dump(mode="json", exclude={"train", "validation", "packing"}),
             "sources": [{"split": split, **each.model_dump(mode="json")} for split, each in here],
@@ -93,17 +91,44 @@ def _places(plan: RunPlan, root: Path) -> dict[str, Any]:
 
 
 def _answer(order: Mapping[str, Any]) -> Look:
-    try:
-        process = subprocess.run(
-            [sys.executable, "-c", _PROGRAM],
-            input=json.dumps(order).encode(), capture_output=True, timeout=SECONDS, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise LocalError(f"the first records of the job take more than {SECONDS:g} s to look at", ExitCode.FAILED) from error
-    if process.returncode != 0:
-        said = process.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["nothing"]
-        fix = "install finetune-operator[trainer,cli]" if "ModuleNotFoundError" in said[0] else "report this"
-        raise LocalError(f"the records cannot be looked at: the process that reads them says {said[0]!r}; {fix}", ExitCode.FAILED)
-    told = json.loads(process.stdout)
+    """By a fork of this process, which has imported most of what it needs and starts in a hundredth of a second.
+
+    Whatever a template of a user's does there, it does not hang or end this process.
+    """
+    with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as said:
+        parent = os.getpid()
+        child = os.fork()
+        if child == 0:
+            _look_here(order, parent, answer.fileno(), said.fileno())
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        answer.seek(0)
+        said.seek(0)
+        if status == -signal.SIGALRM:
+            raise LocalError(f"the first records of the job take more than {SECONDS} s to look at", ExitCode.FAILED)
+        if status != 0:
+            last = said.read().decode(errors="replace").strip().splitlines()[-1:] or ["nothing"]
+            fix = "install finetune-operator[trainer,cli]" if "ModuleNotFoundError" in last[0] else "report this"
+            problem = f"the records cannot be looked at: the process that reads them says {last[0]!r}; {fix}"
+            raise LocalError(problem, ExitCode.FAILED)
+        told = json.load(answer)
     findings = tuple(Finding.model_validate(finding) for finding in told["findings"])
     return Look(findings, told["sources"], told["records"], told["has_tokenizer"])
+
+
+def _look_here(order: Mapping[str, Any], parent: int, answer: int, said: int) -> NoReturn:
+    """In the fork, of which nothing else of the command may continue. answer, said: files for the answer and for messages."""
+    status = 1
+    try:
+        # What libraries print is no part of the answer.
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        # No code of this process has a say in its end.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(SECONDS)
+        with open(answer, "wb", closefd=False) as file:
+            file.write(import_module(_PROGRAM).answer(order, parent))
+        status = 0
+    except BaseException:  # noqa: BLE001 - it is told by the parent
+        os.write(said, traceback.format_exc().encode(errors="replace"))
+    finally:
+        os._exit(status)

@@ -126,6 +126,14 @@ _COSIGN = _Module(
     flags=(*_QUICK, "-ldflags", "-s -w"),
 )
 """Only for tests of the night: it takes five processor minutes to build."""
+_KREW = _Module(
+    name="krew-bin",
+    sources=_GO_SOURCES / "krew",
+    packages=("sigs.k8s.io/krew/cmd/krew", "sigs.k8s.io/krew/cmd/validate-krew-manifest"),
+    programs=("krew", "validate-krew-manifest"),
+    flags=(*_QUICK, "-ldflags", "-s -w"),
+)
+"""Only for a test of the night."""
 _PROMETHEUS = _Module(
     name="prometheus-bin",
     sources=_GO_SOURCES / "prometheus",
@@ -195,6 +203,12 @@ def ensure_cosign() -> Path:
     """Return the program that verifies releases, built if the cache lacks it. Raises BuildError."""
     _ensure_built((_COSIGN,))
     return _COSIGN.directory() / "cosign"
+
+
+def ensure_krew() -> tuple[Path, Path]:
+    """Return Krew and the program by which its index judges manifests, built if the cache lacks them. Raises BuildError."""
+    _ensure_built((_KREW,))
+    return _KREW.directory() / "krew", _KREW.directory() / "validate-krew-manifest"
 
 
 def _ensure_built(modules: Sequence[_Module]) -> None:

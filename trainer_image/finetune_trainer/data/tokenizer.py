@@ -19,7 +19,6 @@ from finetune_job.finding import Finding
 from finetune_trainer.data.chat import PROBE, ChatError, ChatTemplate, Tokenizer, chat_template, template_source
 from finetune_trainer.data.records import Record, RecordProblem
 from finetune_trainer.data.tokenize import THOUGHTS, EndlessTemplateError, tokenize
-from finetune_trainer.processes.sandbox import SandboxEndedError, run_sandboxed
 
 if TYPE_CHECKING:  # what looks at the first records does without it
     from finetune_job.plan.run_plan import RunPlan
@@ -38,6 +37,8 @@ def load_checked_tokenizer(plan: RunPlan, directory: Path) -> tuple[Tokenizer | 
     Each is tried in a process with bounds first: tokenizer files with millions of entries and templates that never end are
     files like others.
     """
+    from finetune_trainer.processes.sandbox import SandboxEndedError, run_sandboxed
+
     allow_remote_code = plan.model.allow_remote_code
     try:
         found = run_sandboxed(lambda: load_tokenizer(directory, allow_remote_code)[1])

@@ -24,8 +24,9 @@ _CONFIG, _MAP, _BACKEND = "tokenizer_config.json", "special_tokens_map.json", "t
 _TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _DEFAULT, _TOOL_USE = "default", "tool_use"
-_PACKAGES = ("transformers", "transformers.utils")
-RENDERER = "transformers.utils.chat_template_utils"
+_UTILS = "transformers.utils"
+_PACKAGES = ("transformers", _UTILS)
+RENDERER = f"{_UTILS}.chat_template_utils"
 
 
 class TokenizerFilesError(ValueError):
@@ -139,13 +140,16 @@ def keep_rest_of_transformers_out() -> None:
 
 
 def import_renderer() -> None:
-    """Import the renderer alone: without numpy, whose scalars no record holds, and without the Hub's client and progress bars,
-    which the loggers of transformers load. Both stay importable. Raises ModuleNotFoundError.
+    """Import the renderer alone: without numpy, whose scalars no record holds, without the Hub's client and progress bars, which
+    the loggers of transformers load, and without what looks for installed packages. All stay importable. Raises
+    ModuleNotFoundError.
     """
-    numbers, loggers = ModuleType("numpy"), ModuleType("transformers.utils.logging")
+    numbers, loggers, packages = (ModuleType(name) for name in ("numpy", f"{_UTILS}.logging", f"{_UTILS}.import_utils"))
     vars(numbers)["generic"] = type("generic", (), {})
     vars(loggers)["get_logger"] = lambda name: _Logger(logging.getLogger(name), {})
-    absent = {module.__name__: module for module in (numbers, loggers) if module.__name__ not in sys.modules}
+    # Tensors and images have their place in functions that a template calls as tools, of which records have none.
+    vars(packages).update(is_jinja_available=lambda: True, is_torch_available=lambda: False, is_vision_available=lambda: False)
+    absent = {module.__name__: module for module in (numbers, loggers, packages) if module.__name__ not in sys.modules}
     sys.modules.update(absent)
     try:
         import_module(RENDERER)

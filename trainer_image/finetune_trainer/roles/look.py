@@ -1,16 +1,14 @@
 """The first records of a job as training would see them, and what is wrong with its files.
 
-For the command line, which waits for it: an order as JSON on standard input, an answer as JSON on standard output. Imports
-neither torch nor numpy nor most of transformers, and reads no more than the first records of each source. What is found has the
-ids and the words of preflight, whose code it is; what needs the whole of the data is left to preflight.
+For the command line, which waits for it and forks itself for it. Imports neither torch nor numpy nor most of transformers, and
+reads no more than the first records of each source. What is found has the ids and the words of preflight, whose code it is; what
+needs the whole of the data is left to preflight.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
@@ -79,19 +77,14 @@ class SourceLook:
     """Records by tokens: the smallest power of two that holds them -> how many."""
 
 
-def main() -> int:
-    """Answer one order; the exit status."""
+def answer(order: Mapping[str, Any], parent: int) -> bytes:
+    """What `look` says, as JSON, in a process that is for nothing else and ends with `parent`."""
     # It ends before collections would pay.
     gc.disable()
-    order = json.loads(sys.stdin.buffer.read())
-    die_with(order["parent"])
+    die_with(parent)
     keep_torch_out()
     keep_rest_of_transformers_out()
-    # What libraries print goes to standard error, so that the answer stays JSON.
-    with os.fdopen(os.dup(1), "w") as answer:
-        os.dup2(2, 1)
-        json.dump(look(order), answer)
-    return 0
+    return json.dumps(look(order)).encode()
 
 
 def look(order: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,7 +276,3 @@ def _plain_pieces(record: Record) -> list[tuple[str, bool]]:
     if record.messages:
         return [(f"{turn['role']}: {turn['content']}\n", False) for turn in record.messages]
     return [(record.prompt, False), (record.completion, True)]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,7 +2,7 @@
 
 import json
 import os
-import subprocess
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from finetune_cli.commands.data import look_at, with_records
 from finetune_cli.exit_codes import LocalError
 from finetune_cli.local.look import Look
 from finetune_cli.render.data import look_text
+from finetune_trainer.roles.look import look as look_of_trainer
 from tests.support.processor import ALLOWED_SECONDS, run_timed, slowness
 from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
 
@@ -85,6 +86,17 @@ def test_records_are_shown_with_the_mask_and_counted(claims):
     assert "--- train: pvc://data/train.jsonl line 1, 23 tokens\n<|im_start|>user\nq<|im_end|>\n" in text
     assert "<|im_start|>assistant\n[[a<|im_end|>]]\n" in text
     assert "\x1b[32ma<|im_end|>\x1b[0m" in look_text(look(claims), in_colour=True)
+
+
+def test_a_thousand_chats_are_told_of_within_a_second(claims):
+    """Of 430 tokens each."""
+    turns = [{"role": "user", "content": "a question" * 4}, {"role": "assistant", "content": "an answer" * 17 + "."}]
+    write(claims / "data/train.jsonl", [{"messages": turns * 2}] * 1000)
+    factor = slowness()
+    done, seconds = timed(claims, "data", "-f", "JOB", "--claims", "CLAIMS")
+    assert "430000 tokens, " in done.stdout
+    assert "999 repeat an earlier one" in done.stdout
+    assert seconds < ALLOWED_SECONDS * factor, factor
 
 
 def test_only_the_first_records_are_read_and_that_is_said(claims):
@@ -208,21 +220,47 @@ def test_a_refused_manifest_is_told_as_validate_tells_it(claims):
     assert "chat-template-without-chat" in done.stdout
 
 
-def test_what_a_library_prints_does_not_spoil_the_answer():
-    program = (
-        "import os; from finetune_trainer.roles import look\n"
-        "look.look = lambda order: (print('printed', flush=True), os.write(1, b'written'), {'said': order['ask']})[-1]\n"
-        "look.main()\n"
-    )
-    order = json.dumps({"parent": os.getpid(), "ask": 1}).encode()
-    done = subprocess.run([sys.executable, "-c", program], input=order, capture_output=True, timeout=60, check=True)
-    assert done.stdout == b'{"said": 1}'
-    assert done.stderr == b"printed\nwritten"
+def test_what_a_library_prints_does_not_spoil_the_answer(claims, monkeypatch, capfd):
+    def printing(order):
+        os.write(1, b"printed")
+        os.write(2, b"warned")
+        return look_of_trainer(order)
+
+    monkeypatch.setattr("finetune_trainer.roles.look.look", printing)
+    assert look(claims).sources[0]["records"] == 2
+    assert capfd.readouterr() == ("", "")
+
+
+def ending(order):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raising(order):
+    raise ValueError("one\ntwo")
+
+
+def waiting(order):
+    signal.pause()
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (raising, "the process that reads them says 'two'; report this"),
+        (ending, "the process that reads them says 'nothing'; report this"),
+        (waiting, "take more than 1 s to look at"),
+    ],
+)
+def test_a_process_that_does_not_answer_is_told(claims, monkeypatch, does, said):
+    monkeypatch.setattr("finetune_trainer.roles.look.look", does)
+    monkeypatch.setattr("finetune_cli.local.look.SECONDS", 1)
+    with pytest.raises(LocalError, match=said):
+        look(claims)
 
 
 def test_validate_says_that_records_were_not_looked_at(claims, monkeypatch):
     """As from an archive of the plugin, which holds nothing that reads records."""
-    monkeypatch.setattr("finetune_cli.local.look._PROGRAM", "import no_such_reader")
+    monkeypatch.setattr("finetune_cli.local.look._PROGRAM", "no_such_reader")
     said: list[str] = []
     report = validate(manifest())
     assert with_records(report, claims, {}, said.append, is_given=False) == report

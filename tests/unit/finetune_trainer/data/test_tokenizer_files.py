@@ -75,7 +75,7 @@ def test_templates_run_in_the_sandbox_of_training_without_the_rest_of_transforme
         "print(render(conversations=[[{'role': 'user', 'content': 'q'}]], chat_template='{{ messages[0].content }}')[0])\n"
         "print(render(conversations=[[]], chat_template='x', return_assistant_tokens_mask=True)[0])\n"
         "print(len([name for name in sys.modules if name.startswith('transformers.')]) < 8)\n"
-        "print({'numpy', 'tqdm', 'huggingface_hub'} & set(sys.modules))\n"
+        "print({'numpy', 'tqdm', 'huggingface_hub', 'importlib.metadata'} & set(sys.modules))\n"
         "import numpy; print(numpy.zeros(1).sum())\n"
         "render(conversations=[[]], chat_template='{{ messages.__class__.__mro__ }}')\n"
     )
