@@ -242,7 +242,7 @@ def test_what_readme_says_of_jobs_of_a_cluster_is_done_as_it_is_written(
             line,
             done.output,
         )  # which waits for no end but its own job's
-        said[verb] = done.output
+        said[verb] = done.stdout or done.output
     assert "is Training; wait for its end" in said["reproduce"]
     assert said["submit"].startswith("team/tuned: created\nteam/tuned: Succeeded\n")
     assert "Running" in said["list"]
