@@ -208,6 +208,19 @@ def test_commands_within_sentences_are_there() -> None:
         assert set(re.findall(r"`make ([a-z][a-z-]+)", written)) - targets == set(), page
 
 
+def test_lines_that_people_write_are_at_most_130_wide() -> None:
+    too_wide = []
+    for page in PAGES:
+        written, is_code = page.read_text(), False
+        if "Generated" in written[:500]:
+            continue
+        for number, line in enumerate(written.splitlines(), start=1):
+            is_code ^= line.lstrip().startswith("```")
+            if len(line) > 130 and not is_code and not line.startswith("|"):
+                too_wide.append(f"{page.relative_to(ROOT)}:{number}")
+    assert too_wide == []
+
+
 @pytest.mark.parametrize(
     "line",
     [
