@@ -108,8 +108,8 @@ def test_the_dashboards_are_the_generated_ones_and_name_no_installation() -> Non
 
 
 def test_the_profile_for_gpus_that_values_yaml_shows_is_one() -> None:
-    shown = re.findall(r"^    # ((?:gpu|pods|limits): \{.*)$", (CHART / "values.yaml").read_text(), re.MULTILINE)
+    shown = re.findall(r"^    # ((?:gpu|pods): \{.*)$", (CHART / "values.yaml").read_text(), re.MULTILINE)
     profile = yaml.safe_load("\n".join(shown))
-    assert set(profile) == {"gpu", "pods", "limits"}
+    assert set(profile) == {"gpu", "pods"}
     assert profile["pods"]["train"]["tolerations"][0]["key"] == profile["gpu"]["resourceName"]
     jsonschema.validate({"profiles": {"default": profile}}, schema())

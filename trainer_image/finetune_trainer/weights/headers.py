@@ -213,10 +213,10 @@ def read_adapter(directory: Path) -> Checkpoint:
     """Headers of a PEFT adapter directory. Raises BrokenCheckpointError when the safetensors file is missing or empty."""
     path = directory / ADAPTER_FILE
     if not path.exists() and (directory / _PICKLED_ADAPTER).exists():
-        convert = f"save_file(torch.load({_PICKLED_ADAPTER!r}, weights_only=True), {ADAPTER_FILE!r}, {{'format': 'pt'}})"
+        convert = f"save_file(load({_PICKLED_ADAPTER!r}, weights_only=True), {ADAPTER_FILE!r}, {{'format': 'pt'}})"
         raise BrokenCheckpointError(
             f"{directory}: {ADAPTER_FILE} is missing, and {_PICKLED_ADAPTER} is a pickle, which is never loaded here. Convert it "
-            f'in that directory: python -c "import torch; from safetensors.torch import save_file; {convert}"'
+            f'in that directory: python -c "from torch import load; from safetensors.torch import save_file; {convert}"'
         )
     if not path.exists():
         raise BrokenCheckpointError(f"{directory}: {ADAPTER_FILE} is missing. Save the adapter with safe_serialization=True.")
