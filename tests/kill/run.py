@@ -89,9 +89,7 @@ def disturbed(base: Undisturbed, directory: Path, random: Random, *, deadly: boo
         context = replace(context, attempt=attempt)
         hits = sum(outcome.landed.values())
         if pods is not None:
-            is_done = _real_attempt(
-                pods, context, random, outcome, sizes=base.case.sizes, deadly=deadly, is_disturbed=hits < min(wanted, 2)
-            )
+            is_done = _real_attempt(pods, context, base, random, outcome, deadly=deadly, is_disturbed=hits < min(wanted, 2))
         else:
             is_done = _forked_attempt(context, base, random, outcome, landed, deadly=deadly, is_disturbed=hits < wanted)
         if is_done and not outcome.landed:
@@ -141,20 +139,22 @@ def _is_answered(codes: list[int], *, deadly: bool, is_starting: bool) -> bool:
 def _real_attempt(
     pods: PodServer,
     context: RunContext,
+    base: Undisturbed,
     random: Random,
     outcome: Outcome,
     *,
-    sizes: Sequence[int],
     deadly: bool,
     is_disturbed: bool,
 ) -> bool:
     """`python -m finetune_trainer train`, its ranks killed by their process ids, or the pod's first process told to end."""
+    sizes = base.case.sizes
     ranks = random.choice(sizes) if sizes else context.plan.parallelism.world_size
     process = pods.start("finetune_trainer", [*_arguments(context), *(["--ranks", ranks] if sizes else [])])
     try:
         told = "undisturbed"
         if is_disturbed:
-            told = _strike(process, ranks, random, deadly=deadly)
+            # Sooner after each try that came too late: the first undisturbed run of all also waited for the libraries.
+            told = _strike(process, ranks, random, most_seconds=base.seconds / (context.attempt + 1), deadly=deadly)
             if told:
                 outcome.landed["torchrun"] += 1
         code = process.wait(DEADLINE_SECONDS)
@@ -170,14 +170,13 @@ def _real_attempt(
     return code == 0
 
 
-def _strike(process: ForkedPod, num_ranks: int, random: Random, *, deadly: bool) -> str:
-    """Wait until all ranks run, then for a random time; what was done, empty where the pod had ended by itself."""
+def _strike(process: ForkedPod, num_ranks: int, random: Random, *, most_seconds: float, deadly: bool) -> str:
+    """Wait until all ranks run, then for a random time; what was done, empty if the pod had ended."""
     pause = threading.Event()
     deadline = time.monotonic() + DEADLINE_SECONDS
     while len(_ranks(process.pid)) < num_ranks and process.poll() is None and time.monotonic() < deadline:
         pause.wait(0.05)
-    # They join each other and load the model in the first two seconds.
-    pause.wait(random.uniform(0, 8))
+    pause.wait(random.uniform(0, most_seconds))
     ranks = _ranks(process.pid)
     if process.poll() is not None or not ranks:
         return ""

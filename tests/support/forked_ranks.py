@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,11 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "peft.tuners.lora",
 )
+
+
+_ASKING = threading.Lock()
+"""Starting a process asks for the ends of all others of this one, and of two threads that ask for the same end at once one reads
+it and the other takes it for 255."""
 
 
 class Disturbance(Protocol):
@@ -94,24 +100,28 @@ def run_processes(bodies: Sequence[Callable[[], Any]]) -> list[int]:
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(list(PRELOADED))
     processes: list[BaseProcess] = [server.Process(target=_exit_with, args=(body,)) for body in bodies]
-    for process in processes:
-        process.start()
+    with _ASKING:
+        for process in processes:
+            process.start()
     deadline = time.monotonic() + DEADLINE_SECONDS
     try:
-        while running := [process for process in processes if process.exitcode is None]:
+        while running := _running(processes):
             left = deadline - time.monotonic()
-            if left <= 0 or any((process.exitcode or 0) < 0 for process in processes):
+            if left <= 0 or any((process.exitcode or 0) < 0 for process in processes if process not in running):
                 break
             wait([process.sentinel for process in running], timeout=left)
-            for process in running:
-                process.join(0)
         assert time.monotonic() < deadline, f"ranks did not end within {DEADLINE_SECONDS} s"
     finally:
-        for process in processes:
-            if process.exitcode is None:
-                process.kill()
-            process.join()
+        for process in _running(processes):
+            process.kill()
+            wait([process.sentinel])
+        _running(processes)
     return [process.exitcode if process.exitcode is not None else 0 for process in processes]
+
+
+def _running(processes: Sequence[BaseProcess]) -> list[BaseProcess]:
+    with _ASKING:
+        return [process for process in processes if process.exitcode is None]
 
 
 def _exit_with(body: Callable[[], Any]) -> None:
