@@ -28,6 +28,7 @@ from finetune_trainer.errors import ConfigError
 from finetune_trainer.files import read_own
 from finetune_trainer.inspection.special_files import require_links_inside
 from finetune_trainer.processes.child import Child, encode_answer, fork, fork_answering, wait_for_answer
+from finetune_trainer.processes.devices import hide_devices
 from finetune_trainer.processes.start import name_of_process, preload_for_forks, send_output_to
 from finetune_trainer.ranks.logs import CappedFile, RankLogs, rank_log_name, show
 from finetune_trainer.ranks.reports import (
@@ -49,6 +50,7 @@ OUTPUT_TAIL_BYTES = 1 << 18
 """How much of torchrun's own output is kept in memory, to read its summary."""
 _OWN_SIGNALS = (signal.SIGTERM,)
 """Which this process handles, and its forks otherwise."""
+_FORK = "fork"
 _ANSWER_BYTES, _ANSWER_SECONDS = 64, 30.0
 """Of a fork that says whether it could use the device."""
 LOOPBACK = "127.0.0.1"
@@ -153,7 +155,7 @@ def start_method_of_ranks() -> str:
 
     child = fork_answering(lambda: encode_answer(torch.cuda._is_in_bad_fork()), _ANSWER_BYTES)  # noqa: SLF001 - there is no public way to ask
     if wait_for_answer(child, _ANSWER_SECONDS).answer == encode_answer(False):
-        return "fork"
+        return _FORK
     log.warning("an import has touched the accelerator: ranks are not forked, and each imports the libraries again")
     return "spawn"
 
@@ -200,11 +202,12 @@ def _run_torchrun(context: RunContext, launch: Launch, stopped: threading.Event)
     logs = context.workspace.logs(Role.TRAIN.value, context.attempt)
     ended = threading.Event()
     rank_logs = RankLogs(logs, _local_ranks(context, launch))
-    arguments = torchrun_arguments(context, launch, rank_logs.pipes, start_method_of_ranks())
+    start_method = start_method_of_ranks()
+    arguments = torchrun_arguments(context, launch, rank_logs.pipes, start_method)
     reading, writing = os.pipe()
     # A signal meanwhile is the parent's, which then tells the agent. The agent is forked before there are threads.
     signal.pthread_sigmask(signal.SIG_BLOCK, _OWN_SIGNALS)
-    agent = fork(lambda: _be_agent(arguments, writing))
+    agent = fork(lambda: _be_agent(arguments, writing, start_method))
     os.close(writing)
     is_told = False
 
@@ -233,8 +236,10 @@ def _run_torchrun(context: RunContext, launch: Launch, stopped: threading.Event)
             guard.join()
 
 
-def _be_agent(arguments: list[str], output: int) -> None:
+def _be_agent(arguments: list[str], output: int, start_method: str) -> None:
     """torchrun, in a fork. output: descriptor for what it says. Raises ChildFailedError, whose text names the failed ranks."""
+    if start_method == _FORK:
+        hide_devices()
     for number in _OWN_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OWN_SIGNALS)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from finetune_job.names import OBSERVE_PORT
 from finetune_trainer.context import add_run_arguments, add_until_step, run_context
+from finetune_trainer.processes.devices import show_devices
 from finetune_trainer.processes.start import die_with, end, keep_bitsandbytes_out, name_process, preload, send_output_to
 from finetune_trainer.ranks.reports import rank_process_name
 
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     die_with(os.getppid())
+    show_devices()
     name_process(rank_process_name(int(os.environ["RANK"])))
     arguments = _parser().parse_args(argv)
     if arguments.output_pipes is not None:

@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from finetune_trainer.roles.train import (
     torchrun_arguments,
     wait_until_resolved,
 )
+from tests.support import told_devices
 from tests.support.forked_pods import PodServer
 from tests.support.forked_ranks import run_processes
 from tests.support.tiny_model import run_context, tiny_spec
@@ -45,7 +46,15 @@ ENDLESS = {"maxSteps": 100_000, "globalBatchSize": 2}
 class Pod:
     """One supervisor."""
 
-    def __init__(self, server: PodServer, context: RunContext, port: int, node_rank: int = 0) -> None:
+    def __init__(
+        self,
+        server: PodServer,
+        context: RunContext,
+        port: int,
+        node_rank: int = 0,
+        module: str = "finetune_trainer",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.context = context
         self.termination_log = context.claims_root / f"termination-{node_rank}.json"
         arguments: dict[str, Any] = {
@@ -58,7 +67,8 @@ class Pod:
             "--node-rank": node_rank,
             "--observe-port": 0,
         }
-        self.process = server.start("finetune_trainer", ["train", *(part for pair in arguments.items() for part in pair)])
+        given = ["train", *(part for pair in arguments.items() for part in pair)]
+        self.process = server.start(module, given, variables)
 
     def report(self) -> TerminationReport:
         """After the end."""
@@ -109,8 +119,8 @@ def server() -> Iterator[PodServer]:
 def start(server: PodServer) -> Iterator[Callable[..., Pod]]:
     pods: list[Pod] = []
 
-    def starter(context: RunContext, port: int, node_rank: int = 0) -> Pod:
-        pods.append(Pod(server, context, port, node_rank))
+    def starter(context: RunContext, port: int, node_rank: int = 0, **others: Any) -> Pod:
+        pods.append(Pod(server, context, port, node_rank, **others))
         return pods[-1]
 
     yield starter
@@ -239,6 +249,18 @@ def test_fewer_ranks_than_the_plans_are_all_of_a_gang_that_adds_up_in_order(tmp_
 def test_ranks_are_not_forked_where_a_device_was_touched() -> None:
     """torch notes that it was asked for devices, whether there are any or not: a fork after that could not use one."""
     assert run_processes([_forks_after_touching]) == [0]
+
+
+@pytest.mark.parametrize("visible", [{}, {"CUDA_VISIBLE_DEVICES": "2,3"}])
+def test_forked_ranks_can_use_the_devices_that_the_pod_sees(
+    tmp_path: Path, port: int, start: Callable[..., Pod], visible: dict[str, str]
+) -> None:
+    """torchrun's agent asks for devices before it forks; no fork of a process that asked the driver can use one."""
+    context = run_context(tmp_path, tiny_spec(parallelism={"processesPerNode": 2}))
+    pod = start(context, port, module=told_devices.__name__, variables=visible)
+    assert pod.process.wait(DEADLINE_SECONDS) == 0
+    told = [json.loads((tmp_path / f"{told_devices.TOLD}-{rank}").read_text()) for rank in range(2)]
+    assert told == [[True, visible.get("CUDA_VISIBLE_DEVICES"), None]] * 2
 
 
 def test_an_unknown_master_is_an_error_after_the_deadline() -> None:
