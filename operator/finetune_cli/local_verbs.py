@@ -273,7 +273,7 @@ def reproduce(
         "--claim": claim is not None,
         "--ranks": ranks is not None,
         "--scratch": scratch is not None,
-        "its directory": RunDirectory(Path(job)).plan.is_file(),
+        "its directory": RunDirectory(Path(job)).is_there,
     }
     of_cluster = {"--wait": wait, "--nodes": nodes is not None, "--name": new_name is not None, "--context": context is not None}
     here, there = ([name for name, is_given in each.items() if is_given] for each in (of_machine, of_cluster))

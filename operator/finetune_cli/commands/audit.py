@@ -194,7 +194,7 @@ def _scratch(order: AuditOrder) -> tempfile.TemporaryDirectory[str]:
 
 def _found(order: AuditOrder) -> _Audited:
     place = RunDirectory(Path(order.run).absolute())
-    if not place.plan.is_file():
+    if not place.is_there:
         runs = named_runs(order.claims, order.run, order.namespace)
         if len(runs) > 1:
             raise LocalError(f"{order.run}: there are {', '.join(run.title for run in runs)}; give --namespace")

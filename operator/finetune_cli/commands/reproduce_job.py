@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -29,6 +29,7 @@ from finetune_cli.jobs.reproduction import (
 from finetune_cli.jobs.seen import SeenJob, seen_job
 from finetune_cli.render.audit import AuditEnd, device_note
 from finetune_cli.render.verdicts import report_text
+from finetune_job.finding import Finding
 from finetune_job.names import API_VERSION, JOB_PLURAL
 from finetune_job.reasons import ConditionType
 
@@ -97,7 +98,7 @@ def _ended(cluster: Cluster, job: SeenJob, again: SeenJob, told: Callable[[str],
     """The new job once there is something to say of it: its end, or inputs that are not those of the job."""
 
     def is_decided(seen: SeenJob | None) -> bool:
-        return seen is not None and (outcome(seen, ConditionType.FINISHED) is not None or _has_other_inputs(job, seen))
+        return seen is not None and (outcome(seen, ConditionType.FINISHED) is not None or _has_error(inputs_differ(job, seen)))
 
     losses: list[float] = []
     latest, shown = again, ""
@@ -108,13 +109,13 @@ def _ended(cluster: Cluster, job: SeenJob, again: SeenJob, told: Callable[[str],
     return latest
 
 
-def _has_other_inputs(job: SeenJob, again: SeenJob) -> bool:
-    return any(finding.severity == "error" for finding in inputs_differ(job, again))
+def _has_error(findings: Sequence[Finding]) -> bool:
+    return any(finding.severity == "error" for finding in findings)
 
 
 def _compared(cluster: Cluster, job: SeenJob, again: SeenJob, expected: Results | None) -> AuditEnd:
     findings = inputs_differ(job, again)
-    if _has_other_inputs(job, again):
+    if _has_error(findings):
         return AuditEnd(job.title, findings, run_again_as=again.title)
     if again.phase != "Succeeded":
         fix = (

@@ -97,8 +97,8 @@ def claims_of_run(run: RunDirectory, plan: RunPlan, given: Mapping[str, Path]) -
 
 
 class Replay:
-    """A scratch directory in which the plan of a run runs again. It stays locked from the first role to the end of the block,
-    because the trainer's process, which serves all roles, keeps the lock that it began with.
+    """A scratch directory in which the plan of a run runs again. As a context it is locked: the trainer's process, which serves
+    all roles, keeps the lock that it began with.
     """
 
     def __init__(self, plan: RunPlan, claims: Mapping[str, Path], scratch: Path, trainer: Trainer) -> None:
@@ -114,6 +114,7 @@ class Replay:
         link_claims(uses, places, self.place.claims)
 
     def __enter__(self) -> Self:
+        self._lock = self._held.enter_context(locked(self.place))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -151,8 +152,6 @@ class Replay:
         until_step: int | None = None,
     ) -> None:
         """Run these roles to their end. Raises LocalError if one does not end well."""
-        if self._lock < 0:
-            self._lock = self._held.enter_context(locked(self.place))
         record = freeze(self.place, self.plan)
         local_run = LocalRun(self.place, self.plan, record, self._lock, listener, ranks=ranks, until_step=until_step)
         code = local_run.execute(0, interruption, roles=roles, trainer=self._trainer)

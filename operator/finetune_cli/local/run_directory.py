@@ -38,6 +38,11 @@ class RunDirectory:
         return self.root / "plan.json"
 
     @property
+    def is_there(self) -> bool:
+        """Whether a run has begun in it; also for what is no name of a file, such as a text that is too long."""
+        return os.path.isfile(self.plan)  # noqa: PTH113 - that of Path raises
+
+    @property
     def record(self) -> Path:
         return self.root / "record.json"
 

@@ -18,7 +18,7 @@ from finetune_trainer.weights.headers import TensorHeader
 
 Key = TypeVar("Key")
 CLASSIFIER_HEADS = ("score", "classifier", "qa_outputs")
-"""What transformers calls the output layers of tasks other than the next token; PEFT saves them whole beside an adapter."""
+"""What transformers calls the output layers of tasks other than the next token; PEFT saves them whole next to an adapter."""
 ADAPTER_PREFIX = "base_model.model."
 TOKENS_PART = "token_adapter.trainable_tokens_delta"
 FACTOR_PARTS: Mapping[str, str] = {
@@ -109,8 +109,8 @@ def absent_in_base(name: str, path: str) -> AdapterTensorUnknownError:
             "AutoModelForSequenceClassification or the class of its task, then PeftModel.from_pretrained and merge_and_unload."
         )
     return AdapterTensorUnknownError(
-        f"adapter tensor {name}: the base model has no tensor {path}. The adapter was trained on another model or another "
-        "revision; give that one as the base."
+        f"adapter tensor {name}: the base model has nothing that {path} could change. The adapter was trained on another model "
+        "or another revision; give that one as the base."
     )
 
 

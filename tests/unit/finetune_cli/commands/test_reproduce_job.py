@@ -179,7 +179,7 @@ def test_somebody_who_waits_sees_how_far_it_is_and_what_came_of_it(
     # Other records: nobody waits for a training that cannot lead to the same.
     becomes({**trains, "plan": {"hash": "", "dataHash": "0" * 64}}, "3")
     kept = copy.deepcopy(server.objects[f"{JOBS}/{AGAIN}"])
-    # The two jobs are read, and the new one once more; whoever looks longer finds it gone.
+    # The two jobs are read, and the new one once more; after that it is gone.
     after_requests(server, monkeypatch, [*[lambda: None] * 3, lambda: server.objects.pop(f"{JOBS}/{AGAIN}")])
     done = run("reproduce succeeded --wait -o json")
     assert (done.exit_code, "team/succeeded-reproduced: Running" in done.stderr) == (1, True)
@@ -225,3 +225,8 @@ def test_a_missing_right_is_named(run: Run, server: ApiServer, finished: Finishe
         done = run("reproduce succeeded")
         assert (done.exit_code, said in done.stderr) == (3, True)
         assert f"{JOBS}/{AGAIN}" not in server.objects
+
+
+def test_a_name_that_is_too_long_for_a_file_is_that_of_no_job(run: Run) -> None:
+    done = run(f"reproduce {'x' * 300}")
+    assert (done.exit_code, done.stderr.partition("xx")[0]) == (2, "there is no FineTuneJob ")
