@@ -22,12 +22,11 @@ from typing import Any
 import torch
 from peft import get_peft_model
 
-from bench.gpu.contender import SIZES, WARM_UP_STEPS, adapter, documents, make_model
+from bench.gpu.contender import CONTENDERS, SIZES, WARM_UP_STEPS, adapter, documents, make_model
 from finetune_memory.devices import device_of
 from finetune_trainer.observe.flops import model_cost
 
 RESULT = Path(__file__).parents[1] / "results" / "gpu" / "speed.json"
-CONTENDERS = ("ours", "trl")
 TARGET_TOKENS_PER_SECOND, STRETCH_TOKENS_PER_SECOND = 12_500, 15_000
 
 
@@ -37,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=10, help=f"optimizer steps of a run, the first {WARM_UP_STEPS} not counted")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, or processes on the CPU")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=["ours", "trl"])
     arguments = parser.parse_args(argv)
     if arguments.steps <= WARM_UP_STEPS or arguments.runs < 1:
         parser.error(f"--steps must be above {WARM_UP_STEPS} and --runs at least 1")

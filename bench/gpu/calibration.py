@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch.nn import functional
+from torch import nn
 
 from finetune_memory.devices import ASSUMED, device_of
 from finetune_memory.pace import BACKWARD_OF_ATTENTION, FORWARD_OF_ATTENTION
+from finetune_trainer.model import variable_length
 from finetune_trainer.ranks.device_test import check_device
 from finetune_trainer.ranks.gang import Gang
 
@@ -36,14 +37,15 @@ def calibration_rows(device: torch.device) -> list[dict[str, object]]:
 
 
 def _attention_flops(device: torch.device) -> float:
-    """Operations per second of causal attention, forward and backward, counted as the planner counts them."""
+    """Operations per second of attention by bounds, forward and backward, counted as the planner counts them."""
     rows, heads, length, size = ATTENTION[device.type]
     query, key, value = torch.randn((3, rows, heads, length, size), device=device, dtype=torch.bfloat16).unbind()
     for each in (query, key, value):
         each.requires_grad_()
+    bounds = variable_length.document_bounds(torch.arange(length).expand(rows, length), device)
 
     def both() -> None:
-        result = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        result, _ = variable_length.attend(nn.Module(), query, key, value, None, **bounds)
         torch.autograd.backward(result.sum())
 
     pairs = rows * heads * length**2 / 2

@@ -1,4 +1,4 @@
-"""One rank of a contender in a process of its own: `python -m bench.gpu.contender ours|trl DIRECTORY SIZE STEPS RANK RANKS`.
+"""One rank of a contender in a process of its own: `python -m bench.gpu.contender NAME DIRECTORY SIZE STEPS RANK RANKS`.
 
 `prepare` as the contender writes what all find there: a model with random weights, whose values change neither time nor memory,
 and prepared data. Each sequence is full: documents of a quarter to all of its length, so that packing has boundaries to keep.
@@ -11,6 +11,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from finetune_job.api.profile import GpuResource
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.shard_writer import write_prepared
 from finetune_trainer.data.shards import TRAIN, SplitArrays
-from tests.support.tiny_model import run_context, write_tokenizer
+from tests.support.tiny_model import GPU_PROFILE, run_context, write_tokenizer
 
 SIZES: dict[str, dict[str, Any]] = {
     "8B": {
@@ -78,8 +80,8 @@ def documents(size: str, steps: int, ranks: int) -> list[list[list[int]]]:
     return sequences
 
 
-def context_of(directory: Path, size: str, steps: int, ranks: int) -> RunContext:
-    return run_context(directory, spec_of(steps, SIZES[size], ranks))
+def context_of(directory: Path, size: str, steps: int, ranks: int, **training: Any) -> RunContext:
+    return run_context(directory, spec_of(steps, SIZES[size], ranks, **training), profile=GPU_PROFILE)
 
 
 def prepare(directory: Path, size: str, steps: int, ranks: int, device: torch.device) -> None:
@@ -102,9 +104,9 @@ def prepare(directory: Path, size: str, steps: int, ranks: int, device: torch.de
     write_choice(context, gpu=None if device.type == "cpu" else GpuResource())
 
 
-def ours(directory: Path, size: str, steps: int, rank: int, ranks: int) -> tuple[list[float], list[float]]:
+def ours(directory: Path, size: str, steps: int, rank: int, ranks: int, **training: Any) -> tuple[list[float], list[float]]:
     """The times at which steps begin and the last one ends, and the losses."""
-    figures = trained_as_a_job(context_of(directory, size, steps, ranks), directory, rank, ranks)
+    figures = trained_as_a_job(context_of(directory, size, steps, ranks, **training), directory, rank, ranks)
     return figures["starts"], figures["losses"]
 
 
@@ -154,6 +156,14 @@ def trl(directory: Path, size: str, steps: int, rank: int, ranks: int) -> tuple[
     return starts, losses
 
 
+CONTENDERS: dict[str, Callable[..., tuple[list[float], list[float]]]] = {
+    "ours": ours,
+    "compiled": partial(ours, compile=True),
+    "deterministic": partial(ours, deterministic=True),
+    "trl": trl,
+}
+
+
 def finished() -> float:
     """The time when the device has done all that it was given."""
     if torch.cuda.is_available():
@@ -168,7 +178,7 @@ def main() -> None:
     if name == "prepare":
         prepare(directory, size, int(steps), int(ranks), torch.device("cuda" if on_gpu else "cpu"))
         return
-    starts, losses = {"ours": ours, "trl": trl}[name](directory, *arguments)
+    starts, losses = CONTENDERS[name](directory, *arguments)
     figures = {
         "starts": starts,
         "loss": losses[-1],

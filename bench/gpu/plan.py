@@ -9,7 +9,7 @@ from tests.support.tiny_model import tiny_spec
 RANK, ALPHA, RATE, SEED = 16, 32, 1e-4, 5
 
 
-def spec_of(steps: int, settings: dict[str, Any], ranks: int) -> dict[str, Any]:
+def spec_of(steps: int, settings: dict[str, Any], ranks: int, **training: Any) -> dict[str, Any]:
     """One pod with a GPU for each rank; what is not said here is left open, as in most jobs."""
     return tiny_spec(
         # What preflight chooses on a GPU, where a profile names one.
@@ -19,7 +19,7 @@ def spec_of(steps: int, settings: dict[str, Any], ranks: int) -> dict[str, Any]:
         training={
             "maxSteps": steps, "globalBatchSize": settings["micro_batch"] * settings["accumulation"] * ranks,
             "microBatchSize": settings["micro_batch"], "learningRate": str(RATE), "scheduler": "Constant", "warmupRatio": "0",
-            "weightDecay": "0", "seed": SEED, "precision": "bf16",
+            "weightDecay": "0", "seed": SEED, "precision": "bf16", **training,
         },
         parallelism={"processesPerNode": ranks},
         checkpoint={"everySteps": 100},

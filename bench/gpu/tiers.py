@@ -22,7 +22,7 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.ranks.reports import rank_report_name
 from tests.support.forked_ranks import Disturbance, Fault, run_gang, trained_files, wrap
 from tests.support.memory_cases import CASES, measured_peak, predicted_peak
-from tests.support.tiny_model import run_context, tiny_spec
+from tests.support.tiny_model import GPU_PROFILE, run_context, tiny_spec
 
 Rows = list[dict[str, object]]
 METHODS: dict[str, dict[str, Any]] = {
@@ -98,7 +98,7 @@ def job(
         parallelism={"processesPerNode": ranks, "fsdp": {"version": version}},
         checkpoint={"everySteps": 1},
     )
-    return run_context(directory, spec, dtype=torch.float32 if scale.is_toy else torch.bfloat16)
+    return run_context(directory, spec, dtype=torch.float32 if scale.is_toy else torch.bfloat16, profile=GPU_PROFILE)
 
 
 def losses_of(context: RunContext) -> list[float]:

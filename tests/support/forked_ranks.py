@@ -97,7 +97,10 @@ def run_gang(context: RunContext, faults: Sequence[Disturbance] = (), world_size
 
 def run_processes(bodies: Sequence[Callable[[], Any]]) -> list[int]:
     """Run each body in a forked process; the exit codes. A body's return value, if a number, is its exit code."""
-    server = multiprocessing.get_context("forkserver")
+    import torch
+
+    # What the server imports asks for the devices, and no fork of it could use one then. Counting them asks the driver alone.
+    server = multiprocessing.get_context("spawn" if torch.cuda.device_count() else "forkserver")
     server.set_forkserver_preload(list(PRELOADED))
     processes: list[BaseProcess] = [server.Process(target=_exit_with, args=(body,)) for body in bodies]
     with _ASKING:

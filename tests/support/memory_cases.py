@@ -123,7 +123,8 @@ def built(case: MemoryCase, device: torch.device) -> torch.nn.Module:
     torch.manual_seed(0)
     config = CONFIG_MAPPING[case.config["model_type"]](**settings)
     dtype = resolve_dtypes(plan, getattr(torch, case.stored)).load
-    base = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_of(plan, config))
+    with device:
+        base = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_of(plan, config))
     base.config.use_cache = False
     model: torch.nn.Module = attach(base, plan) if plan.method.trains_adapter else base
     if case.is_fused and isinstance(model, PeftModel):

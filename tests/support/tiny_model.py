@@ -14,6 +14,7 @@ from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.api.profile import FineTuneProfileSpec, GpuResource
 from finetune_job.plan.digest import canonical_json
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import RESHARDING_FIELD, Choice, JobIdentity, RunPlan
@@ -143,10 +144,14 @@ def tiny_spec(**changes: dict[str, Any]) -> dict[str, Any]:
     return {**spec, **{key: {**spec.get(key, {}), **value} for key, value in changes.items()}}
 
 
-def plan_of(spec: dict[str, Any]) -> RunPlan:
-    """The plan of a spec in local mode."""
+GPU_PROFILE = FineTuneProfileSpec(trainer_image="trainer", gpu=GpuResource())
+"""What a platform team writes at least to offer GPUs."""
+
+
+def plan_of(spec: dict[str, Any], profile: FineTuneProfileSpec | None = None) -> RunPlan:
+    """The plan of a spec; without a profile in local mode."""
     identity = JobIdentity(namespace="default", name="tiny", uid="0123456789abcdef")
-    return resolve(identity, FineTuneJobSpec.model_validate(spec), None)
+    return resolve(identity, FineTuneJobSpec.model_validate(spec), profile)
 
 
 def fused(plan: RunPlan) -> RunPlan:
@@ -156,9 +161,15 @@ def fused(plan: RunPlan) -> RunPlan:
     return plan.model_copy(update={"method": method.model_copy(update={"lora": lora})})
 
 
-def run_context(claims: Path, spec: dict[str, Any], attempt: int = 0, dtype: torch.dtype = torch.float32) -> RunContext:
+def run_context(
+    claims: Path,
+    spec: dict[str, Any],
+    attempt: int = 0,
+    dtype: torch.dtype = torch.float32,
+    profile: FineTuneProfileSpec | None = None,
+) -> RunContext:
     """Claims with model, prepared data and plan.json, ready for the train role."""
-    plan = plan_of(spec)
+    plan = plan_of(spec, profile)
     encoded = canonical_json(plan).encode()
     context = RunContext(plan, hashlib.sha256(encoded).hexdigest(), claims, attempt)
     if not context.base_model.exists():

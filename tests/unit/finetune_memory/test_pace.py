@@ -102,8 +102,8 @@ def test_the_host_decides_where_kernels_are_short() -> None:
     plan = judged(job(data__maxSequenceLength=16)).plan
     found = calculated_pace(plan, shape_of("Llama-3.1-8B", plan), "bfloat16", "H100", ASSUMED)
     # Forward, of a layer: seven products with four kernels of their adapters each, two of attention, two norms of six, eight of
-    # the rotation, two of the block, two sums; and twice as many backward. 7 microseconds each.
-    assert found.launch_seconds == pytest.approx(LAYERS * 3 * (7 * 5 + 2 + 12 + 8 + 2 + 2) * 7e-6)
+    # the rotation, two of the block, two sums; and twice as many backward. 12.5 microseconds each.
+    assert found.launch_seconds == pytest.approx(LAYERS * 3 * (7 * 5 + 2 + 12 + 8 + 2 + 2) * 12.5e-6)
     assert found.step_seconds == found.launch_seconds > found.kernel_seconds
     assert found.bound.startswith("the host")
 
@@ -111,7 +111,7 @@ def test_the_host_decides_where_kernels_are_short() -> None:
 def test_the_calculated_example_of_the_page() -> None:
     plan = judged(job(training__precision="bf16")).plan
     found = calculated_pace(plan, shape_of("Llama-3.1-8B", plan), "bfloat16", "H100", ASSUMED)
-    assert found.tokens_per_second == pytest.approx(12_060, rel=0.01)
+    assert found.tokens_per_second == pytest.approx(10_350, rel=0.01)
     assert TOKENS / seconds(found, "matrix products") == pytest.approx(23_060, rel=0.01)
     assert paced(job(training__precision="bf16")).tokens_per_second == pytest.approx(17_200, rel=0.01)
     assert paced(job(training__compile=True)).tokens_per_second == pytest.approx(21_080, rel=0.01)
