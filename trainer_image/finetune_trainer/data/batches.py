@@ -58,10 +58,12 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 class PreparedSplit:
     """The sequences of one split."""
 
-    def __init__(self, tables: SplitTables, tokens: TokenSource, pad_token_id: int) -> None:
+    def __init__(self, tables: SplitTables, tokens: TokenSource, pad_token_id: int, least_length: int = 1) -> None:
+        """least_length: to which rows are padded that are shorter."""
         self._tables = tables
         self._tokens = tokens
         self._pad_token_id = pad_token_id
+        self._least_length = least_length
 
     @classmethod
     def of(cls, arrays: SplitArrays, pad_token_id: int) -> PreparedSplit:
@@ -104,7 +106,7 @@ class PreparedSplit:
     def batch(self, indices: Sequence[int]) -> Batch:
         """These sequences as rows, in this order, padded to the longest. Raises IndexError for one that does not exist."""
         rows = [self._bounds(index) for index in indices]
-        longest = max(sum(stop - start for start, stop in bounds) for bounds in rows)
+        longest = max(self._least_length, *(sum(stop - start for start, stop in bounds) for bounds in rows))
         shape = (len(rows), -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
         input_ids = np.full(shape, self._pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
@@ -163,13 +165,16 @@ class PreparedData:
     """SHA-256 over everything prepared, in hexadecimal."""
 
     @classmethod
-    def open(cls, directory: Path) -> PreparedData:
-        """Open the data under `directory`. Raises PreparedDataError where any byte is not what was written."""
+    def open(cls, directory: Path, least_length: int = 1) -> PreparedData:
+        """Open the data under `directory`. Raises PreparedDataError where any byte is not what was written.
+
+        least_length: to which rows are padded that are shorter.
+        """
         manifest = read_manifest(directory)
         verify_files(directory, manifest)
         pad_token_id = int(manifest["pad_token_id"])
         splits = {
-            split: PreparedSplit(map_tables(directory, split), TokenShards(directory, split), pad_token_id)
+            split: PreparedSplit(map_tables(directory, split), TokenShards(directory, split), pad_token_id, least_length)
             for split in manifest["splits"]
         }
         return cls(train=splits[TRAIN], validation=splits.get(VALIDATION), data_hash=manifest["data_hash"])

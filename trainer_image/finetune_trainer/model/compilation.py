@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
+import torch
 from torch import nn
 
 from finetune_job.plan.run_plan import FsdpPlan
@@ -19,7 +21,19 @@ def compile_layers(model: nn.Module, fsdp: FsdpPlan) -> int:
     layers = [module for module in model.modules() if type(module).__name__ in wanted]
     for layer in layers:
         layer.compile()
+    model.register_forward_pre_hook(_with_steady_bounds, with_kwargs=True)
     return len(layers)
+
+
+def _with_steady_bounds(
+    _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Bounds of documents that call for no new code in the next batch: of any number, and of few greatest lengths."""
+    bounds = {name: kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if name in kwargs}
+    for each in bounds.values():
+        torch._dynamo.maybe_mark_dynamic(each, 0)  # noqa: SLF001 - torch.compiler has no name for it
+    lengths = {name: kwargs[name] for name in ("max_length_q", "max_length_k") if name in kwargs}
+    return args, kwargs | {name: 1 << (length - 1).bit_length() for name, length in lengths.items()}
 
 
 def missing_compiler(device_type: str) -> tuple[str, ...]:

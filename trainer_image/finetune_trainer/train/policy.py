@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from finetune_job.api.training import Scheduler
-from finetune_job.plan.run_plan import EvaluationPlan, TrainingPlan
+from finetune_job.plan.run_plan import EvaluationPlan, RunPlan, TrainingPlan
 from finetune_trainer.checkpoint.manifest import LossScale, RunState
 
 TIMESCALE_WITHOUT_WARMUP = 10_000
@@ -28,6 +28,11 @@ def total_steps(epochs: int | None, max_steps: int | None, num_sequences: int, g
     if max_steps is not None:
         return max_steps
     return math.ceil((epochs or 0) * num_sequences / global_batch_size)
+
+
+def least_row_length(plan: RunPlan) -> int:
+    """To which rows are padded that are shorter: compiled layers are compiled for one length, and packed rows nearly have it."""
+    return plan.data.max_sequence_length if plan.training.compile and plan.data.packing else 1
 
 
 def warmup_steps(total: int, ratio: float) -> int:

@@ -94,7 +94,7 @@ class _Loop:
             chosen = with_choices_of_preflight(self.plan, context.workspace.model_report) if gang.is_first else self.plan
             self.plan = RunPlan.model_validate_json(gang.from_first(chosen.model_dump_json(), str))
         training = self.plan.training
-        self.data = PreparedData.open(context.workspace.prepared)
+        self.data = PreparedData.open(context.workspace.prepared, policy.least_row_length(self.plan))
         if self.data.train.num_sequences == 0:
             raise DataError("spec.data.source: no training sequence was prepared", "give at least one record")
         self.total = total_steps(training.epochs, training.max_steps, self.data.train.num_sequences, training.global_batch_size)

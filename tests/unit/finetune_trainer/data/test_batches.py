@@ -82,3 +82,19 @@ def test_a_pad_token_that_is_also_the_stop_token_is_learnt_where_it_ends_a_recor
     ).batch([0])
     assert padded.input_ids.tolist() == [[11, 12, stop, 21, stop, stop, stop, stop]]
     assert padded.labels.tolist() == [[X, 12, stop, X, stop, X, X, X]]
+
+
+def test_rows_are_padded_to_a_length_that_they_are_to_have():
+    arrays = SplitArrays(
+        tokens=np.array([11, 12, 21], dtype=np.int32),
+        supervised=np.array([0, 1, 0], dtype=bool),
+        document_ends=np.array([2, 3]),
+        sequence_ends=np.array([2]),
+        supervised_tokens=np.array([1]),
+    )
+    batch = PreparedSplit(arrays.tables, arrays, pad_token_id=7, least_length=10).batch([0])
+    # Of a multiple of 8, as ever.
+    assert batch.input_ids.tolist() == [[11, 12, 21] + [7] * 13]
+    assert batch.position_ids.tolist() == [[0, 1, 0, *range(13)]]
+    assert batch.labels.tolist() == [[X, 12, X] + [X] * 13]
+    assert (batch.document_lengths, batch.num_supervised_tokens) == ((2, 1), 1)

@@ -14,6 +14,7 @@ from finetune_trainer.train.policy import (
     is_evaluation_due,
     is_stopped_early,
     learning_rate,
+    least_row_length,
     next_loss_scale,
     total_steps,
     warmup_steps,
@@ -109,3 +110,11 @@ def test_the_loss_scale_is_that_of_torch():
     assert next_loss_scale(LossScale(factor=8.0, steps=1999), 4.0) == LossScale(factor=4.0, steps=0)
     assert next_loss_scale(LossScale(factor=2.0**24, steps=1999), 2.0**24) == LossScale(factor=2.0**24, steps=0)
     assert math.log2(FIRST.factor) == 16
+
+
+@pytest.mark.parametrize(
+    ("compiles", "packs", "expected"), [(True, True, 48), (True, False, 1), (False, True, 1), (False, False, 1)]
+)
+def test_rows_of_compiled_layers_have_one_length_if_they_are_packed(compiles: bool, packs: bool, expected: int):
+    plan = plan_of(tiny_spec(data={"maxSequenceLength": 48, "packing": packs}, training={"compile": compiles}))
+    assert least_row_length(plan) == expected
