@@ -8,7 +8,7 @@ import runpy
 from typing import Any
 
 TOLD = "told"
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK")
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK")
 
 
 def tell(context: Any, **_others: Any) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 
-_HIDING = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""No device, and that this is found out without CUDA."""
+_HIDING = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""No device of either maker, and that this is found out without its driver."""
 _BEFORE = "FINETUNE_DEVICES_BEFORE"
 """What the variables were, for forks and children."""
 

@@ -251,7 +251,7 @@ def test_ranks_are_not_forked_where_a_device_was_touched() -> None:
     assert run_processes([_forks_after_touching]) == [0]
 
 
-@pytest.mark.parametrize("visible", [{}, {"CUDA_VISIBLE_DEVICES": "2,3"}])
+@pytest.mark.parametrize("visible", [{}, {"CUDA_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1"}])
 def test_forked_ranks_can_use_the_devices_that_the_pod_sees(
     tmp_path: Path, port: int, start: Callable[..., Pod], visible: dict[str, str]
 ) -> None:
@@ -260,7 +260,7 @@ def test_forked_ranks_can_use_the_devices_that_the_pod_sees(
     pod = start(context, port, module=told_devices.__name__, variables=visible)
     assert pod.process.wait(DEADLINE_SECONDS) == 0
     told = [json.loads((tmp_path / f"{told_devices.TOLD}-{rank}").read_text()) for rank in range(2)]
-    assert told == [[True, visible.get("CUDA_VISIBLE_DEVICES"), None]] * 2
+    assert told == [[True, visible.get("CUDA_VISIBLE_DEVICES"), visible.get("HIP_VISIBLE_DEVICES"), None]] * 2
 
 
 def test_an_unknown_master_is_an_error_after_the_deadline() -> None:
