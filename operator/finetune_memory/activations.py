@@ -347,7 +347,9 @@ def _products(layer: Layer, during: TrainingPass) -> int:
     for linear in layer.linears:
         total += tokens * linear.outputs * size
         if linear.rank:
-            total += tokens * (linear.rank + linear.outputs) * during.adapter_bytes(linear.adapter_dtype)
+            # A fused adapter's second product is added in place, to what the base computed, of which a copy is kept.
+            of_second = 0 if during.fuses_adapters else linear.outputs
+            total += tokens * (linear.rank + of_second) * during.adapter_bytes(linear.adapter_dtype)
         if linear.has_magnitude:
             # PEFT computes B @ A as layers, of a matrix of ones: products like any other.
             total += linear.inputs * (linear.rank + linear.outputs) * during.adapter_bytes(linear.adapter_dtype)

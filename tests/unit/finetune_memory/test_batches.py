@@ -42,7 +42,7 @@ def chosen(job: JobBuilder, name: str = "Llama-3.1-8B", gib: float | None = 80) 
         ("Llama-3.1-8B", "LoRA", {24: (2, "Full"), 48: (2, "None"), 80: (4, "None")}),
         ("Llama-3.1-8B", "QLoRA", {24: (8, "Full"), 48: (1, "None"), 80: (2, "None")}),
         ("Qwen3-8B", "LoRA", {24: (2, "Full"), 48: (1, "None"), 80: (2, "None")}),
-        ("Gemma-2-9B", "LoRA", {24: {"parallelism.nodes": 2}, 48: (2, "Full"), 80: (1, "None")}),
+        ("Gemma-2-9B", "LoRA", {24: {"parallelism.nodes": 2}, 48: (1, "Selective"), 80: (1, "None")}),
         (
             "Llama-3.1-70B",
             "LoRA",

@@ -351,8 +351,9 @@ def test_inputs_of_layers_are_kept_where_all_is_computed_again() -> None:
 def test_products_and_inputs_are_kept_where_the_rest_is_computed_again() -> None:
     found = judged(small_job().spec("training.activationCheckpointing", "Selective")).estimate
     outputs = 4096 + 1024 + 1024 + 4096 + 14336 + 14336 + 4096
-    # Attention's result and the logarithm of its sums; results of the base, and of both factors, r is 16, in 2 bytes.
-    a_token = 32 * (128 * 2 + 4) + outputs * 2 + (7 * 16 + outputs) * 2
+    # Attention's result and the logarithm of its sums; results of the base, to which the second factor's are added where they
+    # are, and of the first factor, r is 16, in 2 bytes.
+    a_token = 32 * (128 * 2 + 4) + outputs * 2 + 7 * 16 * 2
     assert term(found, "activations") == SHARED + 32 * 2048 * (a_token + 4096 * 2)
 
 

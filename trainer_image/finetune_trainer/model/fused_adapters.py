@@ -54,11 +54,15 @@ class FusedLinear(Linear):  # type: ignore[misc]
         if args or kwargs or self.disable_adapters or self.merged:
             plain: torch.Tensor = super().forward(x, *args, **kwargs)
             return plain
-        result: torch.Tensor = self.base_layer(x)
-        kind = result.dtype
+        rows = x.flatten(0, -2)
+        result: torch.Tensor = self.base_layer(rows)
+        kind, scaling = result.dtype, self.scaling[ADAPTER]
         first, second = self.lora_A[ADAPTER].weight.to(kind), self.lora_B[ADAPTER].weight.to(kind)
-        inner = functional.linear(x.flatten(0, -2).to(kind), first)
+        inner = functional.linear(rows.to(kind), first)
         if torch.compiler.is_compiling():
             # The compiler adds where it reads the sum next, and leaves a sum within a product as a copy of its own.
-            return result + functional.linear(inner * self.scaling[ADAPTER], second).view(result.shape)
-        return torch.addmm(result.flatten(0, -2), inner, second.t(), alpha=self.scaling[ADAPTER]).view(result.shape)
+            result = result + functional.linear(inner * scaling, second)
+        else:
+            # In place: nothing else has what the base computed, and a product that adds to it would copy it first.
+            result.addmm_(inner, second.t(), alpha=scaling)
+        return result.view(*x.shape[:-1], -1)

@@ -9,6 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune_job.api.training import ActivationCheckpointing
+from finetune_trainer.model.activation_checkpointing import checkpoint_activations
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.fused_adapters import fuse_adapters
 from tests.support.tiny_model import plan_of, tiny_spec
@@ -61,6 +63,20 @@ def test_losses_and_gradients_are_those_of_peft(kind: str) -> None:
     assert merged(input_ids=IDS, labels=IDS, use_cache=False).loss.item() == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", [ActivationCheckpointing.FULL, ActivationCheckpointing.SELECTIVE])
+def test_what_is_computed_again_has_the_same_bits(kind: ActivationCheckpointing) -> None:
+    """The second product writes into what the first pass kept of the base's."""
+    model = adapted("llama", torch.bfloat16)
+    fuse_adapters(model, ())
+    loss, wanted = step(model)
+    checkpoint_activations(model.get_base_model(), kind)
+    model.train()
+    again_loss, found = step(model)
+    assert again_loss == loss
+    assert all(torch.equal(gradient, wanted[name]) for name, gradient in found.items())
+    assert found.keys() == wanted.keys()
+
+
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_in_16_bits_trained_weights_stay_float32_and_the_distance_is_their_rounding(autocast: torch.dtype | None) -> None:
     """bfloat16 keeps 8 bits: both ways are measured from the same step in float32."""
@@ -90,7 +106,7 @@ class _Large(TorchDispatchMode):
         name = func.name()
         if name == "aten::_to_copy" and result.numel() >= IDS.numel() * 32:
             self.casts += 1
-        if name in ("aten::mm", "aten::addmm", "aten::bmm") and result.dtype is torch.float32:
+        if name in ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm") and result.dtype is torch.float32:
             self.products += 1
         return result
 
