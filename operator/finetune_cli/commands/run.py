@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from rich.console import Console
 from finetune_cli.checks.validate import DocumentOutcome, DocumentVerdict, validate
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.claims import LOCAL_UID, OUTPUT_CLAIM, ClaimUse, claim_directories, claims_of, link_claims
+from finetune_cli.local.devices import has_gpu
 from finetune_cli.local.launch import Interruption, check_trainer
 from finetune_cli.local.local_run import LocalRun
 from finetune_cli.local.look import FIRST_JUDGED, look
-from finetune_cli.local.run_directory import freeze, locked, run_directory_of, start_fresh
+from finetune_cli.local.run_directory import begun_with, freeze, locked, run_directory_of, start_fresh
 from finetune_cli.local.summary import Summary, summarise
 from finetune_cli.render.run import LiveView, summary_document, summary_text
 from finetune_cli.render.verdicts import finding_text, report_text
@@ -61,7 +63,9 @@ def run_job(manifest: str, options: Options, console: Console) -> RunEnd:
     if isinstance(job, Refusal):
         return RunEnd(job.exit_code, findings=job.findings)
     check_trainer()
-    plan = local_plan(job, options.output_directory is not None, options.ranks)
+    planned = partial(local_plan, job, options.output_directory is not None, options.ranks)
+    on_gpu = has_gpu()
+    plan = planned(on_gpu=on_gpu)
     claims = claims_of(plan)
     given = dict(options.claim_paths)
     if options.output_directory is not None:
@@ -71,6 +75,8 @@ def run_job(manifest: str, options: Options, console: Console) -> RunEnd:
     with locked(place) as lock:
         if options.fresh:
             start_fresh(place)
+        # A run keeps its first plan, also if devices came or went since then.
+        plan = begun_with(place, planned(on_gpu=not on_gpu)) or plan
         record = freeze(place, plan)
         directories = claim_directories(claims, options.claims, given)
         link_claims(claims, directories, place.claims)
@@ -143,9 +149,9 @@ def check_given(claims: Sequence[ClaimUse], given: Mapping[str, Path]) -> None:
         raise LocalError(f"--claim {unknown[0]}: the job names no such claim; it names {', '.join(use.name for use in claims)}")
 
 
-def local_plan(job: FineTuneJob, own_output: bool, ranks: int | None = None) -> RunPlan:
+def local_plan(job: FineTuneJob, own_output: bool, ranks: int | None = None, *, on_gpu: bool = False) -> RunPlan:
     """The plan of a job on this machine. `own_output`: results go to a directory alone. `ranks`: that train, if not as many as
-    the job says. Raises LocalError.
+    the job says. `on_gpu`: whether they find a GPU. Raises LocalError.
     """
     is_ordered, most = job.spec.training.reduction is GradientReduction.ORDERED, world_size(job.spec)
     if ranks is not None and not is_ordered:
@@ -164,7 +170,7 @@ def local_plan(job: FineTuneJob, own_output: bool, ranks: int | None = None) -> 
             ExitCode.REFUSED,
         )
     identity = JobIdentity(namespace=job.metadata.namespace, name=job.metadata.name, uid=LOCAL_UID)
-    plan = resolve(identity, job.spec, profile=None)
+    plan = resolve(identity, job.spec, profile=None, has_gpu=on_gpu)
     return plan.model_copy(update={"output": ClaimPath(claim=OUTPUT_CLAIM), "publish": None}) if own_output else plan
 
 

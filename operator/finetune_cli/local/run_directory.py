@@ -196,6 +196,11 @@ def read_plan(place: RunDirectory) -> RunPlan | None:
         return None
 
 
+def begun_with(place: RunDirectory, plan: RunPlan) -> RunPlan | None:
+    """`plan`, if it is the one that a run has begun with."""
+    return plan if read_plan(place) == plan else None
+
+
 def _differences(place: RunDirectory, plan: RunPlan) -> list[str]:
     before = read_plan(place)
     if before is None:

@@ -153,7 +153,7 @@ class LoraSpec(ApiModel):
     """Hold adapter weights in float32 where the base is bfloat16 or float16. Unset: true."""
     peft_forward: bool | None = None
     """Compute adapters by PEFT's own layers, which cast inputs and not factors. Unset: false for plain LoRA (no dropout, no part
-    of the base, no unit of its own under FSDP 1) if the profile has a GPU, else true."""
+    of the base, no unit of its own under FSDP 1) on a GPU, else true."""
 
 
 class QuantType(StrEnum):

@@ -36,10 +36,19 @@ SAMPLE_ANSWERS = 3
 
 
 def resolve(
-    identity: JobIdentity, spec: FineTuneJobSpec, profile: FineTuneProfileSpec | None, profile_name: str | None = None
+    identity: JobIdentity,
+    spec: FineTuneJobSpec,
+    profile: FineTuneProfileSpec | None,
+    profile_name: str | None = None,
+    *,
+    has_gpu: bool = False,
 ) -> RunPlan:
-    """The plan of an accepted spec (one that no error finding of the rule book speaks against)."""
+    """The plan of an accepted spec (one that no error finding of the rule book speaks against).
+
+    has_gpu: whether ranks find a GPU where there is no profile to say so.
+    """
     choices = Choices()
+    on_gpu = has_gpu if profile is None else profile.gpu is not None
     claim = spec.workspace.claim_name or workspace_claim_name(identity.name)
     workspace = claim_path(f"pvc://{claim}/{workspace_folder(identity.name, identity.uid)}")
     places = SourceLocations(workspace)
@@ -50,13 +59,13 @@ def resolve(
             name=base_model_name(spec.model),
             revision=spec.model.revision,
             dtype=spec.model.dtype,
-            attention=attention_of(spec, profile, choices),
+            attention=attention_of(spec, choices, on_gpu=on_gpu),
             max_positions=spec.model.max_positions,
             allow_remote_code=spec.model.allow_remote_code,
         ),
         data=data_plan(spec, choices, places),
         fetch=fetch_plan(spec, profile, places),
-        method=method_plan(spec, choices, on_gpu=profile is not None and profile.gpu is not None),
+        method=method_plan(spec, choices, on_gpu=on_gpu),
         training=training_plan(spec, choices, workspace),
         parallelism=ParallelismPlan(
             nodes=spec.parallelism.nodes,
@@ -85,9 +94,9 @@ def resolve(
     )
 
 
-def attention_of(spec: FineTuneJobSpec, profile: FineTuneProfileSpec | None, choices: Choices) -> Attention:
+def attention_of(spec: FineTuneJobSpec, choices: Choices, *, on_gpu: bool) -> Attention:
     """Which kernels there are for the model, its own structure says, which preflight reads."""
-    if profile is None or profile.gpu is None:
+    if not on_gpu:
         return choices.pick("model.attention", spec.model.attention, Attention.SDPA, "keeps packed documents apart")
     reason = "preflight chooses: varlen if the model's attention can be computed document by document, else sdpa"
     return choices.leave(ATTENTION_FIELD, spec.model.attention, Attention.SDPA, reason)

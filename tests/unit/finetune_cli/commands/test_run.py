@@ -11,9 +11,11 @@ from typer.testing import CliRunner
 from finetune_cli.app import app
 from finetune_cli.commands.run import RunEnd, local_plan, run_document
 from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.local.run_directory import RunDirectory, begun_with, freeze
 from finetune_cli.local.summary import Losses, Summary
 from finetune_job.api.training import GradientReduction
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
+from finetune_job.plan.digest import learning_sha256
 from tests.unit.finetune_cli.local_jobs import PLAN, job, published
 from tests.unit.finetune_cli.manifests import REFUSED
 
@@ -26,6 +28,25 @@ def test_the_plan_of_this_machine():
     with pytest.raises(LocalError, match=r"spec.parallelism.nodes: 2 .*processesPerNode") as caught:
         local_plan(job(nodes=2), own_output=False)
     assert caught.value.exit_code is ExitCode.REFUSED
+
+
+def test_on_gpus_the_plan_leaves_attention_to_preflight_and_adds_adapters_with_the_base() -> None:
+    plans = {on_gpu: local_plan(job(), own_output=False, on_gpu=on_gpu) for on_gpu in (False, True)}
+    assert {on_gpu: plan.leaves_attention_open for on_gpu, plan in plans.items()} == {False: False, True: True}
+    assert [plans[on_gpu].method.lora.fused_forward for on_gpu in (False, True)] == [False, True]
+    assert learning_sha256(plans[True]) == learning_sha256(plans[False])
+
+
+def test_a_run_keeps_the_plan_of_the_devices_that_it_began_with(tmp_path: Path) -> None:
+    place = RunDirectory(tmp_path)
+    with_gpu, without = (local_plan(job(), own_output=False, on_gpu=on_gpu) for on_gpu in (True, False))
+    assert begun_with(place, with_gpu) is None
+    freeze(place, with_gpu)
+    assert begun_with(place, with_gpu) == with_gpu
+    assert begun_with(place, without) is None
+    place.record.write_text(freeze(place, with_gpu).model_dump_json())
+    with pytest.raises(LocalError, match="the manifest has changed"):
+        freeze(place, without)
 
 
 def test_a_job_trains_on_fewer_ranks_if_its_gradients_are_added_up_in_order():
