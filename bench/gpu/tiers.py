@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from bench.gpu import __main__ as speed
 from bench.gpu.calibration import calibration_rows
 from bench.gpu.kernels import kernel_rows
 from bench.memory import __main__ as memory
+from finetune_cli.local.launch import free_port
 from finetune_job.failures import FailureClass, TerminationReport
 from finetune_job.names import Role
 from finetune_trainer.context import RunContext
@@ -29,6 +32,7 @@ METHODS: dict[str, dict[str, Any]] = {
     name: {"type": name, "lora": None if name == "Full" else {"r": 4}} for name in ("LoRA", "QLoRA", "DoRA", "Full")
 }
 STEPS, KILLED_IN = 4, 3
+POD_SECONDS = 300.0
 SAME_LOSS = 2e-2
 """Relative, between versions of FSDP in 16 bits; measured on CPUs in float32 they differ by less than 2e-5."""
 
@@ -157,6 +161,30 @@ def resume(scale: Scale, rows: Rows) -> str:
     return "" if files["killed"] == files["undisturbed"] else "the bytes of the resumed run are others"
 
 
+def pod(scale: Scale, rows: Rows) -> str:
+    """The role as a container runs it: a supervisor, torchrun's agent and ranks, each a fork of the one before."""
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as place:
+        context = job(Path(place), scale, scale.ranks)
+        launch = {
+            "--plan": context.workspace.root / "plan.json", "--plan-sha256": context.plan_sha256, "--claims-root": place,
+            "--master-address": "127.0.0.1", "--master-port": free_port(), "--observe-port": 0,
+        }  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "finetune_trainer",
+            Role.TRAIN.value,
+            *(str(part) for pair in launch.items() for part in pair),
+        ]
+        began = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=POD_SECONDS, check=False)
+        losses = losses_of(context) if done.returncode == 0 else []
+    rows.append(
+        {"exit code": done.returncode, "ranks": scale.ranks, "seconds": time.monotonic() - began, "last loss": losses[-1:]}
+    )
+    return "" if len(losses) == STEPS else f"{len(losses)} of {STEPS} steps: {(done.stdout + done.stderr)[-4000:]}"
+
+
 def calibration(scale: Scale, rows: Rows) -> str:
     """What the planner assumes of peaks, and what the device reaches: figures to replace the assumptions with."""
     rows += calibration_rows(scale.device)
@@ -207,6 +235,7 @@ def throughput(scale: Scale, rows: Rows) -> str:
 TIERS = {
     "kernels": Tier(kernels, "torch's kernels of attention in bfloat16, and how far they are from float32"),
     "methods": Tier(methods, "LoRA, QLoRA, DoRA and Full in bfloat16 over NCCL, under FSDP 1 and 2"),
+    "pod": Tier(pod, "ranks that are forks of forks use the device"),
     "resume": Tier(resume, "equal bytes after SIGKILL with deterministic kernels, and the time that these take"),
     "calibration": Tier(calibration, "which part of its published peaks a device reaches"),
     "planner": Tier(planner, "the error of the memory planner against peaks of allocated memory of a device, for 30 plans"),
