@@ -20,6 +20,7 @@ from finetune_job.rules.rule import RuleContext, with_changes
 from finetune_memory.limit import MemoryLimit
 from finetune_memory.verdict import judge_memory, memory_finding
 from finetune_trainer.data.prepare import SplitFacts
+from finetune_trainer.data.tokenizer import check_chat_template
 from finetune_trainer.preflight import stored_weights
 from finetune_trainer.preflight.fit import fit_findings
 from finetune_trainer.preflight.model_process import check_model
@@ -450,6 +451,13 @@ def test_a_split_that_there_is_not_is_left_out_or_the_one_that_there_is(tmp_path
     forms.write(root / "data/b/test-00000-of-00001.jsonl", [{"text": "x"}])
     spec = forms.spec_of("b", {"format": "Text", "split": "train"})
     assert_cleared(spec, "data-split-missing", lambda spec: forms.found_in(root, spec))
+
+
+def test_a_tokenizer_without_a_template_gets_the_one_that_its_tokens_are_for(tmp_path: Path) -> None:
+    def judge(spec: Spec) -> list[Finding]:
+        return check_chat_template(forms.resolved(spec), forms.TOKENIZER, tmp_path)
+
+    assert_cleared(forms.spec_of("a.jsonl", {"format": "Chat"}), "chat-template-unusable", judge)
 
 
 @pytest.mark.parametrize("num_records", [1, 3, 4, 7])

@@ -26,7 +26,7 @@ APPLIED = {
     "adapter-pattern-on-experts": _OF_MODEL,
     "adapter-pattern-unmatched": _OF_MODEL,
     "attention-not-supported": _OF_MODEL,
-    "chat-template-unusable": _FORMS,
+    "chat-template-unusable": f"{_CASES}::test_a_tokenizer_without_a_template_gets_the_one_that_its_tokens_are_for",
     "chat-token-untrained": f"{_PREFLIGHT}test_token_rows.py::test_the_changes_have_rows_trained_that_nobody_has",
     "compile-without-compiler": f"{_CASES}::test_a_job_that_cannot_be_compiled_is_not",
     "data-preference-pairs": _FORMS,
