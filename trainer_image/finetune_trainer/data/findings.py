@@ -9,6 +9,7 @@ from pathlib import Path
 from finetune_job.api.base import ClaimPath
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
+from finetune_trainer.data.packing import WEIGHT_UNIT
 from finetune_trainer.data.read import NoRecordFilesError, RecordProblem
 from finetune_trainer.files import SpecialFileError
 
@@ -171,7 +172,8 @@ def never_used(source: SplitSource, weight: float, num_records: int) -> Finding:
         field=source.field.removesuffix("source") + "weight",
         value=f"{weight:g}",
         message=f"{source.address} has {num_records} records, and with this weight none of them occurs in a pass",
-        fix=f"set the weight to {1 / num_records:.6f} or more, or remove the data set",
+        # Rounded up: a weight that is a millionth too small leaves out the only record, too.
+        fix=f"set the weight to {-(-WEIGHT_UNIT // num_records) / WEIGHT_UNIT:.6f} or more, or remove the data set",
     )
 
 

@@ -120,7 +120,7 @@ def check_excluded_names(seen: ModelInspection) -> list[Finding]:
         return []
     head = base.get_output_embeddings()
     linear = {name.rpartition(".")[2] for name, layer in base.named_modules() if isinstance(layer, _LINEAR) and layer is not head}
-    wanted = sorted(linear - set(lora.exclude_modules))
+    wanted = sorted(linear - {*lora.exclude_modules, *lora.modules_to_save})
     field = f"{_FIELD}.targetModules"
     return [
         make_finding(

@@ -23,7 +23,7 @@ from finetune_job.method_settings import TARGETS
 from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan
 from finetune_trainer.preflight.model_inspection import ModelInspection
-from finetune_trainer.preflight.module_names import PATTERNS, STACKED_DIMENSIONS, pattern_matches
+from finetune_trainer.preflight.module_names import PATTERNS, STACKED_DIMENSIONS, pattern_matches, targets
 
 _INSIDE_PEFT = "base_model.model."
 """Beginning of the names that PEFT gives to modules of the base."""
@@ -46,11 +46,11 @@ def attached_findings(model: nn.Module, method: MethodPlan) -> list[Finding]:
         *_wrapped_inside(model, field),
         *(_packed_and_saved(model, field) if method.quantization is not None else ()),
         *(_experts_not_packed(model, method.quantization.bits) if method.quantization is not None else ()),
-        *_rows_of_a_saved_module(model, field),
+        *_rows_of_a_saved_module(model, method, field),
         *_saved_by_their_end(model, field),
         *_not_fed_forward(model, method, field),
         *_rows_beyond(model, method, field),
-        *_rows_twice(model, field),
+        *_rows_twice(model, method, field),
         *_patterns_of_others(model, method, field),
         *_routers(model, method, field),
     ]
@@ -128,20 +128,39 @@ def is_packed(module: nn.Module) -> bool:
     return isinstance(module, Linear4bit | Linear8bitLt)
 
 
-def _rows_of_a_saved_module(model: PeftModel, field: str) -> Iterator[Finding]:
+def _rows_of_a_saved_module(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
     for name, layer in model.named_modules():
         if isinstance(layer, TrainableTokensLayer) and isinstance(layer.get_base_layer(), ModulesToSaveWrapper):
             reason = (
                 f"{name} is saved whole by modulesToSave, and trainableTokenIndices trains rows of it or of what is tied to it"
             )
             fix = "remove trainableTokenIndices, or that module from modulesToSave"
-            yield make_finding("trainable-tokens-overlap", field=f"{field}.modulesToSave", value=name, message=reason, fix=fix)
+            yield make_finding(
+                "trainable-tokens-overlap",
+                field=f"{field}.modulesToSave",
+                value=name,
+                message=reason,
+                fix=fix,
+                changes=_without_rows(method, field),
+            )
             return
         if getattr(layer, "lora_magnitude_vector", None) and isinstance(layer.base_layer, AuxiliaryTrainingWrapper):
             reason = f"{name} is adapted by DoRA, and its weight is the embedding's, of which trainableTokenIndices trains rows"
             fix = "remove trainableTokenIndices, or that module from targetModules"
-            yield make_finding("trainable-tokens-overlap", field=f"{field}.targetModules", value=name, message=reason, fix=fix)
+            yield make_finding(
+                "trainable-tokens-overlap",
+                field=f"{field}.targetModules",
+                value=name,
+                message=reason,
+                fix=fix,
+                changes=_without_rows(method, field),
+            )
             return
+
+
+def _without_rows(method: MethodPlan, field: str) -> dict[str, Any] | None:
+    """Rows are trained in addition to LoRA's adapters; of TrainableTokens they are all that is trained."""
+    return None if method.lora is None else {f"{field}.trainableTokenIndices": None}
 
 
 def _saved_by_their_end(model: PeftModel, field: str) -> Iterator[Finding]:
@@ -172,6 +191,7 @@ def _not_fed_forward(model: PeftModel, method: MethodPlan, field: str) -> Iterat
             value=wrong[0],
             message=reason,
             fix="name adapted modules only",
+            changes={f"{field}.feedforwardModules": [name for name in written if name not in wrong]},
         )
 
 
@@ -186,20 +206,36 @@ def _rows_beyond(model: PeftModel, method: MethodPlan, field: str) -> Iterator[F
                 shown = name.removeprefix(_INSIDE_PEFT)
                 reason = f"{shown} has {rows} rows, and there is no row {beyond[0]} among them ({len(beyond)} such ids)"
                 fix = f"write ids from 0 to {rows - 1}, or name embeddings alone in targetModules"
+                written = [index for index in _adapter_settings(method).get("tokenIndices") or () if index < rows]
                 yield make_finding(
-                    "token-index-unknown", field=f"{field}.tokenIndices", value=str(beyond[0]), message=reason, fix=fix
+                    "token-index-unknown",
+                    field=f"{field}.tokenIndices",
+                    value=str(beyond[0]),
+                    message=reason,
+                    fix=fix,
+                    # Where no id is left, only the author knows which rows were meant.
+                    changes={f"{field}.tokenIndices": written} if written else None,
                 )
                 return
 
 
-def _rows_twice(model: PeftModel, field: str) -> Iterator[Finding]:
+def _rows_twice(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
     """PEFT gives a tied head the rows of its embedding, and wraps them once more where the head is named, too."""
     for name, layer in model.named_modules():
         if isinstance(layer, TrainableTokensLayer) and isinstance(layer.base_layer, TrainableTokensLayer):
             shown = name.removeprefix(_INSIDE_PEFT)
             reason = f"{shown} shares the embedding's weight; named as well, it is wrapped twice, and its first pass fails"
             fix = f"remove {shown.rpartition('.')[2]} from targetModules: its rows follow those of the embedding"
-            yield make_finding("trainable-tokens-overlap", field=f"{field}.targetModules", value=shown, message=reason, fix=fix)
+            named = _adapter_settings(method).get(TARGETS)
+            left = [each for each in named if not targets(each, shown)] if isinstance(named, list) else []
+            yield make_finding(
+                "trainable-tokens-overlap",
+                field=f"{field}.targetModules",
+                value=shown,
+                message=reason,
+                fix=fix,
+                changes={f"{field}.{TARGETS}": left} if left else None,
+            )
             return
 
 

@@ -13,16 +13,19 @@ from typing import Any
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from pydantic.alias_generators import to_snake
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from finetune_job.api.method import ALL_LINEAR, MethodType
+from finetune_job.api.output import MergeBase
+from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.method_settings import known_settings
 from finetune_job.methods import METHODS, lora_kind
-from finetune_job.plan.run_plan import MethodPlan
+from finetune_job.plan.run_plan import MethodPlan, RunPlan
 from finetune_trainer.inspection.module_use import ModuleUse, ModuleUses
 from finetune_trainer.preflight.attached import is_packed
 from finetune_trainer.preflight.fsdp_units import CLASSES_FIELD, POLICY_FIELD
@@ -66,11 +69,12 @@ def check_used(seen: ModelInspection) -> list[Finding]:
     if still := [name for name, use in saved.items() if not use.is_bypassed and _is_idle(use)]:
         message = f"{_shown(still)}: {_why_idle(saved[still[0]])}, so the copy that is trained would never change"
         field, ends = f"{_place(method)}.modulesToSave", endings(still, saved)
-        found.append(_of_modules("trained-without-gradient", field, ends, message, _Fix(f"remove {_listed(ends)} from the list")))
+        fix = _Fix(f"remove {_listed(ends)} from the list", _without_saved(method, field, still, saved))
+        found.append(_of_modules("trained-without-gradient", field, ends, message, fix))
     if without := [name for name, use in plain.items() if not use.gets_gradient]:
         found.append(_about_whole(method, without, plain))
     if method.quantization is not None:
-        found += _packed(method, model, uses)
+        found += _packed(seen.plan, model, uses)
     return found
 
 
@@ -85,6 +89,8 @@ def check_units_used(seen: ModelInspection) -> list[Finding]:
     field = CLASSES_FIELD if fsdp.transformer_layer_cls_to_wrap else POLICY_FIELD
     fix = f"leave {POLICY_FIELD} and {CLASSES_FIELD} out"
     changes: dict[str, Any] = {}
+    if fsdp.auto_wrap_policy is not AutoWrapPolicy.TRANSFORMER_BASED_WRAP or fsdp.transformer_layer_cls_to_wrap:
+        changes = {POLICY_FIELD: None, CLASSES_FIELD: None}
     if fsdp.peft_wrap_policy and not plan.method.trains_adapter:
         # Each weight of the base is a unit then, whatever the other policy says.
         field, fix, changes = _PEFT_FIELD, f"set {_PEFT_FIELD}: false", {_PEFT_FIELD: False}
@@ -242,12 +248,16 @@ def _fix(method: MethodPlan, wrong: Sequence[str], adapted: Collection[str], goo
     changes: dict[str, list[str]] = {}
     can_exclude = method.lora is not None or "excludeModules" in known_settings(method.type)
     if set(adapted) <= set(wrong) or (rest and not can_exclude):
-        changes[f"{place}.targetModules"] = list(good)
+        # What is excluded or trained whole is no target.
+        others = [*_names(method, "excludeModules"), *_names(method, "modulesToSave")]
+        changes[f"{place}.targetModules"] = [name for name in good if not any(_matches(each, name) for each in others)]
     else:
         if kept != targets:
             changes[f"{place}.targetModules"] = kept
         if rest:
             changes[f"{place}.excludeModules"] = [*_names(method, "excludeModules"), *rest]
+    if not all(changes.values()):
+        return _Fix(f"name in {place}.targetModules modules that take an adapter, which excludeModules and modulesToSave leave")
     if any(len(names) > _MOST_NAMES for names in changes.values()):
         return _Fix("use a checkpoint of the language model alone, or name in targetModules what only its layers have")
     return _Fix(" and ".join(f"set {field}: [{_listed(names)}]" for field, names in changes.items()), changes)
@@ -267,7 +277,18 @@ def _about_whole(method: MethodPlan, without: Sequence[str], plain: Collection[s
     return _of_modules("trained-without-gradient", field, endings(without, plain), message, changed)
 
 
-def _packed(method: MethodPlan, model: nn.Module, uses: ModuleUses) -> Iterator[Finding]:
+def _without_saved(method: MethodPlan, field: str, still: Collection[str], saved: Collection[str]) -> dict[str, Any] | None:
+    """The list without the names of modules that never change; None if one of them means a module that does change, too."""
+    names = _names(method, "modulesToSave")
+    # PEFT finds these by the end of the name, whether or not it is a whole part of it.
+    meant = {name: [module for module in saved if module.endswith(name)] for name in names}
+    wrong = [name for name in names if not set(still).isdisjoint(meant[name])]
+    if any(not set(still).issuperset(meant[name]) for name in wrong):
+        return None
+    return {field: [name for name in names if name not in wrong] or None}
+
+
+def _packed(plan: RunPlan, model: nn.Module, uses: ModuleUses) -> Iterator[Finding]:
     """Packed weights are one column of bytes; only the layer itself can compute with them."""
     packed = [name for name, module in model.named_modules() if hasattr(module, "weight") and is_packed(module)]
     wrong = {base_name(name): use for name in packed if (use := uses.of(base_name(name))) is not None and use.is_bypassed}
@@ -278,14 +299,19 @@ def _packed(method: MethodPlan, model: nn.Module, uses: ModuleUses) -> Iterator[
             f"{_shown(list(wrong))}: {reader} reads the weight itself as a matrix, and packed to 4 bits it has not that shape "
             f"{_OBSERVED}"
         )
-        kind = lora_kind(packs_base=False, magnitudes=METHODS[method.type].needs.magnitudes).value
-        fix = _Fix(f"set spec.method.type: {kind}", {"spec.method.type": kind, "spec.method.quantization": None})
-        yield _of_modules("packed-weight-read", "spec.method.type", [method.type.value], message, fix)
+        kind = lora_kind(packs_base=False, magnitudes=METHODS[plan.method.type].needs.magnitudes).value
+        changes = {"spec.method.type": kind, "spec.method.quantization": None}
+        if plan.merge.base is not MergeBase.ORIGINAL:
+            # Without packed weights there is only the original base to merge into.
+            changes["spec.merge.base"] = None
+        fix = _Fix(f"set spec.method.type: {kind}", changes)
+        yield _of_modules("packed-weight-read", "spec.method.type", [plan.method.type.value], message, fix)
 
 
 def _names(method: MethodPlan, setting: str) -> list[str]:
     if method.lora is not None:
-        return list(method.lora.target_modules if setting == "targetModules" else method.lora.exclude_modules)
+        names: tuple[str, ...] = getattr(method.lora, to_snake(setting))
+        return list(names)
     written: Any = method.adapter.settings.get(setting) if method.adapter is not None else None
     if isinstance(written, list):
         return [name for name in written if isinstance(name, str)]

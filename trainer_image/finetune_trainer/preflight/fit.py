@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
-from finetune_job.plan.run_plan import RunPlan
+from finetune_job.plan.run_plan import MICRO_BATCH_FIELD, RunPlan
 from finetune_trainer.data.prepare import SplitFacts
 from finetune_trainer.data.shards import TRAIN, VALIDATION
 from finetune_trainer.preflight.checks import JobInspection
@@ -89,6 +89,7 @@ def _rows(plan: RunPlan, splits: Mapping[str, SplitFacts], max_row: int | None) 
         message=f"the model's code makes attention biases for {max_row} tokens (max_seq_len) and fails with longer sequences, "
         "packed or not",
         fix=f"set spec.data.maxSequenceLength to {max_row} or less; longer records are then dropped and counted",
+        changes={"spec.data.maxSequenceLength": max_row},
     )
 
 
@@ -96,7 +97,10 @@ def _batches(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Finding | None:
     facts, batch, world_size = splits.get(TRAIN), plan.training.global_batch_size, plan.parallelism.world_size
     if facts is None or facts.num_sequences >= batch:
         return None
-    largest = facts.num_sequences // world_size * world_size
+    # A micro-batch that the manifest names stays what it is, and the global batch has to split into such.
+    is_chosen = any(choice.field == MICRO_BATCH_FIELD for choice in plan.choices)
+    unit = world_size if is_chosen else world_size * plan.training.micro_batch_size
+    largest = facts.num_sequences // unit * unit
     ways = [f"set spec.training.globalBatchSize to {largest}"] if largest else []
     if plan.data.packing and facts.num_occurrences >= batch:
         ways.append(f"set spec.data.packing: false, which gives {facts.num_occurrences} sequences")
@@ -136,4 +140,5 @@ def _evaluations(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Finding | N
         message=f"NoEffect: {training.epochs} epochs of {facts.num_sequences} sequences are {total} steps; with an evaluation "
         f"every {every} steps {why}",
         fix=f"set spec.evaluation.everySteps to {soon} or less" if soon else f"remove {field}",
+        changes={"spec.evaluation.everySteps": soon} if soon else {field: None},
     )

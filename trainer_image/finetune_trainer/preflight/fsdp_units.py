@@ -52,7 +52,7 @@ def check_units(seen: ModelInspection) -> list[Finding]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found = [
         _without_parameters(units, fsdp),
-        *_shapes([(each.name, parameters[each.name]) for unit in held.values() for each in unit]),
+        *_shapes([(each.name, parameters[each.name]) for unit in held.values() for each in unit], plan),
     ]
     if fsdp.version == 2:
         found += _trained_in_two_types(held, fsdp)
@@ -159,14 +159,22 @@ def _without_parameters(units: Mapping[str, nn.Module], fsdp: FsdpPlan) -> Findi
     wrong = [name for name, module in units.items() if not any(True for _ in module.parameters())]
     if not wrong:
         return None
-    kinds = ", ".join(sorted({type(units[name]).__name__ for name in wrong}))
+    empty = {type(units[name]).__name__ for name in wrong}
+    kinds = ", ".join(sorted(empty))
     message = f"{len(wrong)} units hold no parameter (first {wrong[0]}), so there is nothing in them to shard"
     fix = f"remove {kinds} from the list"
-    field = CLASSES_FIELD if fsdp.transformer_layer_cls_to_wrap else POLICY_FIELD
-    return make_finding("unit-without-parameters", field=field, value=kinds, message=message, fix=fix)
+    field, changes = POLICY_FIELD, None
+    if fsdp.transformer_layer_cls_to_wrap:
+        left = [name for name in fsdp.transformer_layer_cls_to_wrap if name not in empty]
+        field, changes = CLASSES_FIELD, {CLASSES_FIELD: left or None}
+    return make_finding("unit-without-parameters", field=field, value=kinds, message=message, fix=fix, changes=changes)
 
 
-def _shapes(parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Finding]:
+def _shapes(parameters: Sequence[tuple[str, nn.Parameter]], plan: RunPlan) -> Iterator[Finding]:
+    one_rank: dict[str, int | None] = {"spec.parallelism.nodes": 1, "spec.parallelism.processesPerNode": 1}
+    if plan.parallelism.min_nodes is not None:
+        # Of one node none can be lost.
+        one_rank["spec.parallelism.elastic"] = None
     for wrong, reason in (
         ([name for name, parameter in parameters if parameter.ndim == 0], "is a single number without dimensions"),
         ([name for name, parameter in parameters if not parameter.is_contiguous()], "does not lie in one piece in memory"),
@@ -178,7 +186,7 @@ def _shapes(parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Finding]
                 value=wrong[0],
                 message=f"{wrong[0]} {reason}, and FSDP shards no such parameter ({len(wrong)} of them)",
                 fix="train on one rank (nodes: 1, processesPerNode: 1), or choose another model",
-                changes={"spec.parallelism.nodes": 1, "spec.parallelism.processesPerNode": 1},
+                changes=one_rank,
             )
 
 

@@ -48,6 +48,7 @@ def wrong_module_names(
             adaptable,
             matches=lambda name, modules: name in understood or _is_target(name, modules),
             reason=reason,
+            depending=_layer_settings(place, lora.layers_to_transform),
         ),
         *_without_match(
             "target-module-unknown",
@@ -79,7 +80,9 @@ def wrong_module_names(
 def wrong_parameters(lora: LoraPlan, parameters: Mapping[str, int]) -> list[Finding]:
     """A finding per name of targetParameters without a match. `parameters`: dimensions by name, of all parameters of the base."""
     field = "spec.method.lora.targetParameters"
-    findings = []
+    wrong: dict[str, tuple[str, str]] = {}
+    """Message and fix by name."""
+    instead: dict[str, str | None] = {}
     for name in lora.target_parameters:
         found = {parameter: dimensions for parameter, dimensions in parameters.items() if targets(name, parameter)}
         if not found:
@@ -87,13 +90,15 @@ def wrong_parameters(lora: LoraPlan, parameters: Mapping[str, int]) -> list[Find
             near = difflib.get_close_matches(name, _endings(stacked or parameters, 3), n=3, cutoff=0.4)
             known = f"did you mean {' or '.join(near)}?" if near else "remove it, or use one of the model's names."
             held = ", ".join(_endings(stacked, 3)[:8]) or "no stacked parameters: name its linear layers in targetModules"
-            findings.append(
-                _of_name("target-parameter-unknown", field, name, "names no parameter of this model", f"{known} It has {held}")
-            )
-        elif wrong := next((each for each, dimensions in found.items() if dimensions not in ADAPTABLE_DIMENSIONS), None):
-            message = f"names {wrong}, which has {found[wrong]} dimension; LoRA adapts parameters of two or three"
-            findings.append(_of_name("target-parameter-unknown", field, name, message, "remove it, or name it in modulesToSave"))
-    return findings
+            wrong[name] = ("names no parameter of this model", f"{known} It has {held}")
+            # Of a model without stacked parameters the linear layers are to be named, in another field.
+            instead[name] = near[0] if near and stacked else None
+        elif flat := next((each for each, dimensions in found.items() if dimensions not in ADAPTABLE_DIMENSIONS), None):
+            message = f"names {flat}, which has {found[flat]} dimension; LoRA adapts parameters of two or three"
+            wrong[name] = (message, "remove it, or name it in modulesToSave")
+            instead[name] = None
+    changes = {field: _put_right(lora.target_parameters, instead)}
+    return [_of_name("target-parameter-unknown", field, name, *said, changes=changes) for name, said in wrong.items()]
 
 
 def wrong_token_indices(lora: LoraPlan, vocabulary_size: int) -> list[Finding]:
@@ -147,9 +152,14 @@ def _endings(names: Collection[str], parts: int) -> list[str]:
     return list(dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names))
 
 
-def _no_such_layers(written: Collection[int], numbers: Collection[int], place: str) -> list[Finding]:
+def _no_such_layers(
+    written: Collection[int], numbers: Collection[int], place: str, patterns: Collection[Any] = ()
+) -> list[Finding]:
     last = max(numbers, default=0)
     field = f"{place}.layersToTransform"
+    left = [each for each in written if each in numbers]
+    # A pattern says where these layers are counted, and is refused without any.
+    changes = {field: left or None} | ({f"{place}.layersPattern": None} if patterns and not left else {})
     return [
         make_finding(
             "layer-number-unknown",
@@ -157,7 +167,7 @@ def _no_such_layers(written: Collection[int], numbers: Collection[int], place: s
             value=str(number),
             message=f"the model has no layer {number}; PEFT would leave it out without a word",
             fix=f"write numbers from 0 to {last}",
-            changes={field: [each for each in written if each in numbers] or None},
+            changes=changes,
         )
         for number in written
         if number not in numbers
@@ -247,8 +257,15 @@ def wrong_method_settings(method: MethodType, adapter: AdapterPlan, modules: Col
     reason = "names no module of this model"
     for setting in ("targetModules", "excludeModules", "feedforwardModules"):
         names = _names(adapter, setting)
+        chosen = _layer_settings(place, adapter.settings.get("layersToTransform"), adapter.settings.get("layersPattern"))
         findings += _without_match(
-            "target-module-unknown", f"{place}.{setting}", names, modules, matches=_is_target, reason=reason
+            "target-module-unknown",
+            f"{place}.{setting}",
+            names,
+            modules,
+            matches=_is_target,
+            reason=reason,
+            depending=chosen if setting == "targetModules" else (),
         )
         text = adapter.settings.get(setting)
         if text and isinstance(text, str) and not _is_expression_for(text, modules):
@@ -263,7 +280,7 @@ def wrong_method_settings(method: MethodType, adapter: AdapterPlan, modules: Col
     if layers and not numbers:
         findings.append(_no_such_sequence(f"{place}.layersPattern", patterns))
     else:
-        findings += _no_such_layers(layers, numbers, place)
+        findings += _no_such_layers(layers, numbers, place, patterns)
         findings += _in_other_layers(_names(adapter, "targetModules"), layers, modules, patterns, place)
     reason = "matches no module, so it would change nothing"
     for setting in PATTERNS:
@@ -318,16 +335,33 @@ def _is_saved(name: str, modules: Iterable[str]) -> bool:
     return any(module.endswith(name) for module in modules)
 
 
+def _layer_settings(place: str, layers: Any, patterns: Any = None) -> list[str]:
+    """The fields that choose layers, which the rule book takes next to written targets alone; only those that are set."""
+    written = {f"{place}.layersToTransform": layers, f"{place}.layersPattern": patterns}
+    return [field for field, value in written.items() if value not in (None, [], (), "")]
+
+
 def _without_match(
-    rule: str, field: str, names: Names, modules: Collection[str], *, matches: Callable[[str, Iterable[str]], bool], reason: str
+    rule: str,
+    field: str,
+    names: Names,
+    modules: Collection[str],
+    *,
+    matches: Callable[[str, Iterable[str]], bool],
+    reason: str,
+    depending: Collection[str] = (),
 ) -> list[Finding]:
-    """A finding per name that matches nothing. Its changes put each of them right: the nearest name, or none."""
+    """A finding per name that matches nothing. Its changes put each of them right: the nearest name, or none.
+
+    `depending`: fields that are removed, too, where no name is left.
+    """
     wrong = [name for name in names if not matches(name, modules)]
     if not wrong:
         return []
     endings = sorted({module.rsplit(".", 1)[-1] for module in modules if not module.rsplit(".", 1)[-1].isdigit()} - {""})
     near = {name: difflib.get_close_matches(name, endings, n=3, cutoff=0.6) for name in wrong}
-    changes = {field: _put_right(names, {name: found[0] if found else None for name, found in near.items()})}
+    right = _put_right(names, {name: found[0] if found else None for name, found in near.items()})
+    changes = {field: right} | (dict.fromkeys(depending) if right is None else {})
     return [
         make_finding(
             rule,
