@@ -157,22 +157,25 @@ def inputs_differ(first: SeenJob, second: SeenJob) -> list[Finding]:
     if before is None or now is None:
         return []
     found = []
-    said_of_inputs = (
-        (
-            *("audit-data-differs", "spec.data.source", before.data_hash, now.data_hash),
-            (
-                "the records give other prepared data than they did, {}: records, tokenizer or the libraries that prepare them "
-                "have changed"
-            ),
-        ),
-        (
-            *("audit-base-differs", "spec.model.source", before.model_digest, now.model_digest),
-            "the base model is another one than it was, {}",
-        ),
-    )
-    for rule, field, digest, digest_now, message in said_of_inputs:
-        if digest and digest_now and digest != digest_now:
-            found.append(audit_finding(rule, field=field, value=digest_now, message=message.format(digest)))
+    if before.data_hash and now.data_hash and before.data_hash != now.data_hash:
+        found.append(
+            audit_finding(
+                "audit-data-differs",
+                field="spec.data.source",
+                value=now.data_hash,
+                message=f"the records give other prepared data than they did, {before.data_hash}: records, tokenizer or the "
+                "libraries that prepare them have changed",
+            )
+        )
+    if before.model_digest and now.model_digest and before.model_digest != now.model_digest:
+        found.append(
+            audit_finding(
+                "audit-base-differs",
+                field="spec.model.source",
+                value=now.model_digest,
+                message=f"the base model is another one than it was, {before.model_digest}",
+            )
+        )
     if before.trainer_image and now.trainer_image and before.trainer_image != now.trainer_image:
         found.append(
             audit_finding(
