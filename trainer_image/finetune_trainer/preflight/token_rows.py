@@ -16,7 +16,7 @@ from finetune_job.api.inputs import DataFormat
 from finetune_job.api.method import MethodType
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
-from finetune_job.plan.run_plan import LoraPlan, MethodPlan, RunPlan
+from finetune_job.plan.run_plan import MethodPlan, RunPlan
 from finetune_job.rules.tokens import EMBEDDINGS, SAVED, TOKENS
 from finetune_trainer.data.chat import PROBE, ChatError, Tokenizer, chat_template, template_source
 from finetune_trainer.data.shards import TRAIN, TokenShards, map_tables
@@ -59,6 +59,7 @@ def _untrained(plan: RunPlan, tokenizer: Tokenizer, structure: ModelStructure, d
     if not found:
         return []
     name, wrong = next(iter(found.items()))
+    first = f"set spec.method.lora.trainableTokenIndices to {wrong}, " if plan.parallelism.fsdp.version == 2 else ""
     return [
         make_finding(
             "chat-token-untrained",
@@ -66,22 +67,24 @@ def _untrained(plan: RunPlan, tokenizer: Tokenizer, structure: ModelStructure, d
             value=str(wrong[0]),
             message=f"the template writes {', '.join(repr(tokens[number]) for number in wrong[:4])}, whose rows of {name} hold "
             "zeros or equal each other: the base has never learnt them, and this job trains no row of it",
-            fix=f"set spec.method.lora.trainableTokenIndices to {wrong}, name embeddings and lm_head in "
-            "spec.method.lora.modulesToSave, or use a chatTemplate of tokens that the base knows",
-            changes=_trained(plan.method.lora, found),
+            fix=f"{first}name embeddings and lm_head in spec.method.lora.modulesToSave, or use a chatTemplate of tokens that the "
+            "base knows",
+            changes=_trained(plan, found),
         )
     ]
 
 
-def _trained(lora: LoraPlan | None, untrained: Mapping[str, list[int]]) -> dict[str, Any]:
+def _trained(plan: RunPlan, untrained: Mapping[str, list[int]]) -> dict[str, Any]:
     """What has them trained: of an embedding alone these rows, of a head all of it, because PEFT trains rows of no head.
 
+    FSDP 1 may not take rows next to their embedding (the rule fsdp1-trainable-tokens), and takes all of it.
     untrained: numbers of rows by the tensor's name.
     """
+    lora = plan.method.lora
     if lora is None:
         return {}
     modules = {name.removesuffix(".weight").rpartition(".")[2]: rows for name, rows in untrained.items()}
-    if EMBEDDINGS.issuperset(modules):
+    if EMBEDDINGS.issuperset(modules) and plan.parallelism.fsdp.version == 2:
         rows = {*lora.trainable_token_indices, *(row for each in modules.values() for row in each)}
         return {f"spec.{TOKENS}": sorted(rows)}
     return {f"spec.{SAVED}": [*lora.modules_to_save, *sorted(modules)]}
