@@ -19,6 +19,12 @@ def compile_layers(model: nn.Module, fsdp: FsdpPlan) -> int:
     """Compile each layer of the classes that FSDP would wrap, at its first call; how many there are. Raises ConfigError."""
     wanted = set(layer_classes(model, fsdp.transformer_layer_cls_to_wrap))
     layers = [module for module in model.modules() if type(module).__name__ in wanted]
+    if torch.are_deterministic_algorithms_enabled():
+        from torch._inductor import config
+
+        # The compiler would else choose between kernels by measuring them, and sums in one order in this attempt and in another
+        # in the next.
+        config.deterministic = True
     for layer in layers:
         layer.compile()
     model.register_forward_pre_hook(_with_steady_bounds, with_kwargs=True)

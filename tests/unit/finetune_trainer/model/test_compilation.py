@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune_job.plan.run_plan import FsdpPlan
@@ -61,6 +62,20 @@ def test_all_layers_share_their_code_and_compute_what_peft_computes() -> None:
     assert not counters["graph_break"]
     assert compiled_loss == pytest.approx(loss, rel=1e-6)
     assert float((found - wanted).norm() / wanted.norm()) <= 1e-6
+
+
+@pytest.mark.parametrize("is_deterministic", [True, False])
+def test_the_compiler_measures_nothing_if_kernels_are_pinned(is_deterministic: bool) -> None:
+    assert not config.deterministic
+    model, fsdp = adapted()
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(is_deterministic)
+    try:
+        compile_layers(model, fsdp)
+        assert config.deterministic is is_deterministic
+    finally:
+        torch.use_deterministic_algorithms(before)
+        config.deterministic = False
 
 
 def test_another_number_of_documents_is_no_reason_to_compile_again() -> None:
