@@ -79,8 +79,8 @@ ASSUMED = Calibration(flops=0.7, attention=0.4, memory=0.55, link=0.7, launch_se
 
 Kernels alone reach more, as `python -m bench.gpu.check calibration` shows (bench/results/gpu/calibration.json): a device that
 works for seconds is slower than for milliseconds, and kernels of eager mode are not all as fast as a copy. The part of attention
-is that of cuDNN's kernel, which torch takes from 2.12 on; flash attention, which earlier ones take, was at half of it. The part
-of links was not measured.
+is assumed still: torch 2.11 took flash attention there, at about half of it, and later versions take cuDNN's kernel where they
+can. The part of links was not measured.
 """
 PEAK = Calibration(flops=1.0, attention=1.0, memory=1.0, link=1.0, launch_seconds=0.0)
 """What no program can pass."""

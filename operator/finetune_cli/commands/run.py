@@ -13,7 +13,6 @@ from rich.console import Console
 from finetune_cli.checks.validate import DocumentOutcome, DocumentVerdict, validate
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.claims import LOCAL_UID, OUTPUT_CLAIM, ClaimUse, claim_directories, claims_of, link_claims
-from finetune_cli.local.devices import has_gpu
 from finetune_cli.local.launch import Interruption, check_trainer
 from finetune_cli.local.local_run import LocalRun
 from finetune_cli.local.look import FIRST_JUDGED, look
@@ -30,6 +29,7 @@ from finetune_job.names import JOB_KIND, Role
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.resolve_training import world_size
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
+from finetune_memory.this_machine import gpu_mebibytes
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def run_job(manifest: str, options: Options, console: Console) -> RunEnd:
         return RunEnd(job.exit_code, findings=job.findings)
     check_trainer()
     planned = partial(local_plan, job, options.output_directory is not None, options.ranks)
-    on_gpu = has_gpu()
+    on_gpu = bool(gpu_mebibytes())
     plan = planned(on_gpu=on_gpu)
     claims = claims_of(plan)
     given = dict(options.claim_paths)

@@ -129,38 +129,28 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def _rows_of_a_saved_module(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
+    # Rows are trained in addition to LoRA's adapters; of TrainableTokens they are all that is trained.
+    changes = None if method.lora is None else {f"{field}.trainableTokenIndices": None}
     for name, layer in model.named_modules():
         if isinstance(layer, TrainableTokensLayer) and isinstance(layer.get_base_layer(), ModulesToSaveWrapper):
+            setting = "modulesToSave"
             reason = (
                 f"{name} is saved whole by modulesToSave, and trainableTokenIndices trains rows of it or of what is tied to it"
             )
-            fix = "remove trainableTokenIndices, or that module from modulesToSave"
-            yield make_finding(
-                "trainable-tokens-overlap",
-                field=f"{field}.modulesToSave",
-                value=name,
-                message=reason,
-                fix=fix,
-                changes=_without_rows(method, field),
-            )
-            return
-        if getattr(layer, "lora_magnitude_vector", None) and isinstance(layer.base_layer, AuxiliaryTrainingWrapper):
+        elif getattr(layer, "lora_magnitude_vector", None) and isinstance(layer.base_layer, AuxiliaryTrainingWrapper):
+            setting = "targetModules"
             reason = f"{name} is adapted by DoRA, and its weight is the embedding's, of which trainableTokenIndices trains rows"
-            fix = "remove trainableTokenIndices, or that module from targetModules"
-            yield make_finding(
-                "trainable-tokens-overlap",
-                field=f"{field}.targetModules",
-                value=name,
-                message=reason,
-                fix=fix,
-                changes=_without_rows(method, field),
-            )
-            return
-
-
-def _without_rows(method: MethodPlan, field: str) -> dict[str, Any] | None:
-    """Rows are trained in addition to LoRA's adapters; of TrainableTokens they are all that is trained."""
-    return None if method.lora is None else {f"{field}.trainableTokenIndices": None}
+        else:
+            continue
+        yield make_finding(
+            "trainable-tokens-overlap",
+            field=f"{field}.{setting}",
+            value=name,
+            message=reason,
+            fix=f"remove trainableTokenIndices, or that module from {setting}",
+            changes=changes,
+        )
+        return
 
 
 def _saved_by_their_end(model: PeftModel, field: str) -> Iterator[Finding]:

@@ -6,9 +6,7 @@ Nothing here imports torch when it is imported: roles/preflight.py prepares data
 
 from __future__ import annotations
 
-import os
-import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +16,7 @@ from finetune_memory.attention import choose_attention
 from finetune_memory.batches import choose_batches
 from finetune_memory.limit import MemoryLimit
 from finetune_memory.model_shape import Kind, ModelShape, ParameterShape, UnknownModelError, facts_of
+from finetune_memory.this_machine import gpu_mebibytes
 from finetune_memory.verdict import judge_memory, limit_of, memory_finding, predictor
 from finetune_trainer.data.prepare import SplitFacts
 from finetune_trainer.inspection.report import ModelStructure
@@ -25,11 +24,6 @@ from finetune_trainer.inspection.report import ModelStructure
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
-
-DRIVER_SECONDS = 30.0
-"""Of the driver's answer, which takes a tenth of one where the driver is loaded already."""
-# The driver's own program: a library would leave a CUDA context in this process, which its forks cannot use.
-_PROGRAM = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 
 
 @dataclass(frozen=True)
@@ -137,19 +131,7 @@ def limit_here(plan: RunPlan) -> MemoryLimit | None:
     limit = limit_of(plan)
     if limit is not None or plan.placement is not None:
         return limit
-    sizes = _device_mebibytes(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    sizes = gpu_mebibytes()
     if not sizes:
         return None
     return MemoryLimit(min(sizes) * 2**20, is_device=True, source="the smallest GPU of this machine", devices=len(sizes))
-
-
-def _device_mebibytes(visible: str | None) -> Sequence[int]:
-    """Of each GPU. visible: numbers or names of those that may be used; None: all. Empty if there are none."""
-    chosen = () if visible is None else (f"--id={visible.strip()}",)
-    if chosen in (("--id=",), ("--id=-1",)):
-        return ()
-    try:
-        done = subprocess.run([*_PROGRAM, *chosen], capture_output=True, text=True, timeout=DRIVER_SECONDS, check=True)
-        return [int(line) for line in done.stdout.split() if int(line) > 0]
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return ()

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from finetune_cli.app import app
+from finetune_cli.commands import run as command
 from finetune_cli.commands.run import RunEnd, local_plan, run_document
 from finetune_cli.exit_codes import ExitCode, LocalError
-from finetune_cli.local.run_directory import RunDirectory, begun_with, freeze
+from finetune_cli.local.run_directory import RunDirectory, begun_with, freeze, read_plan, run_directory_of
 from finetune_cli.local.summary import Losses, Summary
 from finetune_job.api.training import GradientReduction
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
+from finetune_job.finding import Finding
 from finetune_job.plan.digest import learning_sha256
 from tests.unit.finetune_cli.local_jobs import PLAN, job, published
 from tests.unit.finetune_cli.manifests import REFUSED
+
+ROOT = Path(__file__).parents[4]
+PROBLEM = Finding(rule="data-empty", severity="error", field="spec.data.source", value="", message="no record", fix="give one")
 
 
 def test_the_plan_of_this_machine():
@@ -47,6 +54,33 @@ def test_a_run_keeps_the_plan_of_the_devices_that_it_began_with(tmp_path: Path) 
     place.record.write_text(freeze(place, with_gpu).model_dump_json())
     with pytest.raises(LocalError, match="the manifest has changed"):
         freeze(place, without)
+
+
+def test_a_run_is_planned_for_the_gpus_that_its_first_attempt_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus: list[int] = []
+    monkeypatch.setattr(command, "gpu_mebibytes", lambda: gpus)
+    monkeypatch.setattr(command, "check_trainer", lambda: None)
+    # It ends before anything runs, after its plan is frozen.
+    monkeypatch.setattr(command, "_refused_at_once", lambda *_: [PROBLEM])
+    for claim in ("models", "data", "models-out", "workspace"):
+        (tmp_path / claim).mkdir()
+
+    def leaves_attention_open(*, fresh: bool = False) -> bool:
+        manifest = (ROOT / "examples/quickstart.yaml").read_text()
+        end = command.run_job(manifest, command.Options(tmp_path, {}, None, fresh), Console(file=io.StringIO()))
+        assert (end.exit_code, end.findings) == (ExitCode.REFUSED, [PROBLEM])
+        assert end.job is not None
+        plan = read_plan(run_directory_of(tmp_path, end.job))
+        assert plan is not None
+        return plan.leaves_attention_open
+
+    assert not leaves_attention_open()
+    gpus.append(81_559)
+    assert not leaves_attention_open()
+    assert leaves_attention_open(fresh=True)
+    gpus.clear()
+    assert leaves_attention_open()
+    assert not leaves_attention_open(fresh=True)
 
 
 def test_a_job_trains_on_fewer_ranks_if_its_gradients_are_added_up_in_order():

@@ -12,6 +12,7 @@ from torch._inductor import config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune_job.plan.run_plan import FsdpPlan
+from finetune_trainer.model import variable_length
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.compilation import compile_layers
 from finetune_trainer.model.fused_adapters import fuse_adapters
@@ -78,7 +79,42 @@ def test_the_compiler_measures_nothing_if_kernels_are_pinned(is_deterministic: b
         config.deterministic = False
 
 
-def test_another_number_of_documents_is_no_reason_to_compile_again() -> None:
+@torch.library.custom_op("finetune_test::attention", mutates_args=())
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, longest: int, scale: float
+) -> torch.Tensor:
+    """One call, as a device's kernel is, of which the compiler knows the shape of the result alone."""
+    bounded = {"scale": scale, "window_size": (-1, 0), "enable_gqa": False}
+    return variable_length.by_document(query, key, value, bounds, bounds, longest, longest, **bounded)
+
+
+@attention.register_fake
+def _(query: torch.Tensor, *_others: Any) -> torch.Tensor:
+    return torch.empty_like(query)
+
+
+def test_other_documents_are_no_reason_to_compile_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(query: Any, key: Any, value: Any, bounds: Any, _of_keys: Any, longest: int, _longest: int, **others: Any) -> Any:
+        return attention(query, key, value, bounds, longest, others["scale"])
+
+    monkeypatch.setattr(variable_length, "_kernel", lambda _device: kernel)
+    model, fsdp = adapted()
+    variable_length.install(model.get_base_model())
+    compile_layers(model, fsdp)
+    graphs = []
+    for lengths in ([9, 15], [16, 8], [10, 4, 10], [14, 2, 2, 2, 4]):
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        with torch.no_grad():
+            model(
+                input_ids=IDS[:1], position_ids=positions, use_cache=False,
+                **variable_length.document_bounds(positions, torch.device("cpu")),
+            )  # fmt: skip
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [1, 1, 1, 1]
+    assert not counters["graph_break"]
+
+
+def test_bounds_are_of_any_number_and_of_few_greatest_lengths() -> None:
     model, fsdp = adapted()
     compile_layers(model, fsdp)
     seen: list[dict[str, Any]] = []

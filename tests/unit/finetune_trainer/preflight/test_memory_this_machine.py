@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from finetune_memory import this_machine
 from finetune_memory.limit import MemoryLimit
 from finetune_trainer.preflight.memory import batches_of, limit_here
 from tests.support.builders import a_job
@@ -41,6 +42,12 @@ def test_the_smallest_gpu_decides(driver, monkeypatch) -> None:
 @pytest.mark.parametrize("program", ["exit 9", "echo '[N/A]'", "echo '[Insufficient Permissions]'", "true", "echo 0"])
 def test_without_an_answer_nothing_is_known(driver, program: str) -> None:
     driver(program)
+    assert limit_here(LOCAL) is None
+
+
+def test_a_driver_that_does_not_answer_is_not_waited_for(driver, monkeypatch) -> None:
+    monkeypatch.setattr(this_machine, "DRIVER_SECONDS", 0.5)
+    driver("exec sleep 60")
     assert limit_here(LOCAL) is None
 
 
