@@ -37,7 +37,7 @@ def test_it_comes_out_as_expected(stack: Stack, case: Case) -> None:
 
 STEPS = 90
 TRAINING = {"globalBatchSize": 32, "learningRate": "1e-3", "reduction": "Ordered"}
-GANG, AGAIN = "elastic", "elastic-reproduced"
+GANG = "elastic"
 SPEC: dict[str, Any] = {
     "training": TRAINING | {"maxSteps": STEPS, "microBatchSize": 8},
     "method": {"type": "LoRA", "lora": {"r": 8, "loraDropout": "0.1"}},
@@ -83,21 +83,22 @@ def test_a_gang_goes_on_without_a_lost_node_grows_when_it_is_back_and_ends_with_
         sizes = [(one["outcome"], one["nodes"], one["ranks"]) for one in attempts]
         print(sizes)
         assert (sizes[0], sizes[1][1:], sizes[-1]) == (("Failed", 2, 2), (1, 1), ("Succeeded", 2, 2))
-        gang.at_the_end(lambda: gang.kubectl("delete", "finetunejob", AGAIN, "--ignore-not-found", "--timeout=200s"))
-        _assert_one_node_gives_the_same(stack)
+        assert_one_node_gives_the_same(stack, gang)
     finally:
         gang.leave()
 
 
-def _assert_one_node_gives_the_same(stack: Stack) -> None:
+def assert_one_node_gives_the_same(stack: Stack, gang: Scene) -> None:
     """Undisturbed, on the other number of nodes, adapter and merged model: by the command for it, and by the bytes."""
+    again = f"{gang.name}-reproduced"
+    gang.at_the_end(lambda: gang.kubectl("delete", "finetunejob", again, "--ignore-not-found", "--timeout=200s"))
     program = Path(sys.executable).with_name("finetune")
-    command = [program, "reproduce", GANG, "--nodes", "1", "--wait", "--output", "json", "--namespace", NAMESPACE]
+    command = [program, "reproduce", gang.name, "--nodes", "1", "--wait", "--output", "json", "--namespace", NAMESPACE]
     done = subprocess.run(command, env=stack.cluster.environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     document = json.loads(done.stdout)
-    assert (document["outcome"], document["comparedMerged"], document["runAgainAs"]) == ("same", True, f"{NAMESPACE}/{AGAIN}")
-    first, (second,) = stack.claim("models-out") / GANG, stack.claim("models-out").glob(f"{AGAIN}-*")
+    assert (document["outcome"], document["comparedMerged"], document["runAgainAs"]) == ("same", True, f"{NAMESPACE}/{again}")
+    first, (second,) = stack.claim("models-out") / gang.name, stack.claim("models-out").glob(f"{again}-*")
     for name in ("adapter/adapter_model.safetensors", "merged/model.safetensors"):
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
     assert [pod["metadata"]["name"] for pod in stack.objects("pods") if "reader" in pod["metadata"]["name"]] == []

@@ -85,7 +85,8 @@ def test_wrong_values_are_refused(installed: Installed, setting: str) -> None:
 
 
 def test_what_kueue_is_told_takes_rights_that_are_given_on_request(installed: Installed) -> None:
-    patches = {("batch", "jobs", "patch"), ("kueue.x-k8s.io", "workloads", "patch")}
+    queues = {("kueue.x-k8s.io", kind, "get") for kind in ("localqueues", "clusterqueues")}
+    patches = {("batch", "jobs", "patch"), ("kueue.x-k8s.io", "workloads", "patch"), *queues}
     for arguments in ([], ["--set", "namespaces={team-a}"]):
         kind = "Role" if arguments else "ClusterRole"
         assert not patches & rules_of(of_kind(rendered(installed, *arguments), kind))
@@ -93,6 +94,7 @@ def test_what_kueue_is_told_takes_rights_that_are_given_on_request(installed: In
         assert patches & jobs == {("batch", "jobs", "patch")}
         workloads = rules_of(of_kind(rendered(installed, "--set", "kueue.patchWorkloads=true", *arguments), kind))
         assert patches & workloads == {("kueue.x-k8s.io", "workloads", "patch")}
+        assert patches & rules_of(of_kind(rendered(installed, "--set", "kueue.readQueues=true", *arguments), kind)) == queues
 
 
 def test_definitions_are_the_generated_ones_and_survive_uninstalling(installed: Installed) -> None:

@@ -18,14 +18,20 @@ __all__ = ["installed", "operator", "workload"]
 MANAGER, MANIFESTS = "KUEUE", "KUEUE_MANIFESTS"
 
 
-@pytest.fixture(scope="session")
-def control_plane(request: pytest.FixtureRequest) -> Iterator[ControlPlane]:
-    """A control plane of its own with Kueue next to it."""
+def given_kueue() -> tuple[Path, Path]:
+    """Manager and manifests of the Kueue to test with; skips if there is none."""
     manager, manifests = os.environ.get(MANAGER, ""), os.environ.get(MANIFESTS, "")
     if not manager or not manifests:
         pytest.skip(f"no real Kueue is given: set {MANAGER} to its manager and {MANIFESTS} to config/components of its source")
+    return Path(manager).resolve(strict=True), Path(manifests).resolve(strict=True)
+
+
+@pytest.fixture(scope="session")
+def control_plane(request: pytest.FixtureRequest) -> Iterator[ControlPlane]:
+    """A control plane of its own with Kueue next to it."""
+    kueue = given_kueue()
     with ControlPlane() as plane:
-        start_kueue(plane, Path(manager).resolve(strict=True), Path(manifests).resolve(strict=True))
+        start_kueue(plane, *kueue)
         yield plane
         plane.keep_logs = request.session.testsfailed > 0
 
@@ -33,7 +39,7 @@ def control_plane(request: pytest.FixtureRequest) -> Iterator[ControlPlane]:
 @pytest.fixture(scope="session")
 def chart_values() -> tuple[str, ...]:
     """What the operator needs to tell Kueue more than the queue."""
-    return ("kueue.patchJobs=true", "kueue.patchWorkloads=true")
+    return ("kueue.patchJobs=true", "kueue.patchWorkloads=true", "kueue.readQueues=true")
 
 
 @pytest.fixture

@@ -26,12 +26,14 @@ class Queues:
         """Of the flavor and of the ClusterQueue."""
         return self.workload.namespace
 
-    def make(self, local_queue: str = "gpus", *, strategy: str = "BestEffortFIFO", **quota: str) -> None:
+    def make(
+        self, local_queue: str = "gpus", *, strategy: str = "BestEffortFIFO", flavor: Document | None = None, **quota: str
+    ) -> None:
         """A LocalQueue with a quota of its own, plenty but for `quota`; a younger Job of higher priority takes from a lower
-        one."""
+        one. `flavor`: None: of nodes of a pool."""
         taint = {"key": POOL, "operator": "Exists", "effect": "NoSchedule"}
-        flavor = {"nodeLabels": {"pool": POOL}, "tolerations": [taint]}
-        self._create("ResourceFlavor", self.name, {"spec": flavor})
+        of_pool = {"nodeLabels": {"pool": POOL}, "tolerations": [taint]}
+        self._create("ResourceFlavor", self.name, {"spec": of_pool if flavor is None else flavor})
         spec = {
             "namespaceSelector": {},
             "queueingStrategy": strategy,
@@ -50,14 +52,19 @@ class Queues:
         if self.kube.get("WorkloadPriorityClass", "", name) is None:
             self._create("WorkloadPriorityClass", name, {"value": value})
 
-    def make_profile(self, name: str, **kueue: Any) -> None:
-        """The default profile with settings of `kueue`, which may be there from another test."""
+    def num_waiting(self) -> int:
+        """Workloads that wait in the queue, as Kueue counts them."""
+        found = self.kube.get("ClusterQueue", "", self.name)
+        assert found is not None
+        count: int = found["status"].get("pendingWorkloads", 0)
+        return count
+
+    def make_profile(self, name: str, **settings: Any) -> None:
+        """The default profile with other settings, which may be there from another test."""
         if self.kube.get("FineTuneProfile", "", name) is None:
             default = self.kube.get("FineTuneProfile", "", "default")
             assert default is not None
-            self.kube.create(
-                "FineTuneProfile", "", {**default, "metadata": {"name": name}, "spec": default["spec"] | {"kueue": kueue}}
-            )
+            self.kube.create("FineTuneProfile", "", {**default, "metadata": {"name": name}, "spec": default["spec"] | settings})
 
     def job(self, role: Role, attempt: int = 0) -> Document:
         """The Job of a role and attempt, once it is there."""

@@ -20,7 +20,7 @@ def train_with_a_boost_of_40(workload: Workload, operator: OperatorFactory, queu
     something ends or quota changes, for a boost that falls is no event to Kueue; so do younger ones of its shape and priority.
     """
     queues.make(strategy="StrictFIFO")
-    queues.make_profile("boosted", checkpointPriorityBoost=40)
+    queues.make_profile("boosted", kueue={"checkpointPriorityBoost": 40})
     steps = {"training": {"maxSteps": 1000, "globalBatchSize": 4}, "checkpoint": {"everySteps": 100}}
     workload.apply(profile="boosted", run={"queueName": "gpus"}, **steps)
     operator()

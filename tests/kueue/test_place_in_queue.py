@@ -13,7 +13,7 @@ GATES = "kueue.x-k8s.io/admission-gated-by"
 
 def start(workload: Workload, operator: OperatorFactory, queues: Queues) -> None:
     """A job whose preflight runs, and whose training is in the queue."""
-    queues.make_profile("gated", queueDuringPreflight=True)
+    queues.make_profile("gated", kueue={"queueDuringPreflight": True})
     queues.make_priority("normal", 0)
     workload.apply(profile="gated", run={"queueName": "gpus"})
     operator()

@@ -76,7 +76,7 @@ class JobController:
             return
         succeeded = {_index(pod) for pod in pods if phase_of(pod) == "Succeeded"}
         succeeded |= set((job.get("status") or {}).get("succeededIndexes") or ())
-        if len(succeeded) >= job["spec"]["completions"]:
+        if len(succeeded) >= job["spec"]["completions"] or is_true(job, "SuccessCriteriaMet"):
             if not is_true(job, "SuccessCriteriaMet"):
                 self._set(job, {"SuccessCriteriaMet": ("True", "CompletionsReached", "")}, succeededIndexes=sorted(succeeded))
             else:

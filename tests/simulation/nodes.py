@@ -39,6 +39,8 @@ class Nodes:
     nodes: list[Node] = field(default_factory=lambda: [Node("node-a"), Node("node-b"), Node("node-c")])
     processes: dict[str, str] = field(default_factory=dict)
     """UID of a pod whose process runs -> name of its node."""
+    told: dict[str, int] = field(default_factory=dict)
+    """UID of a pod -> how many pods it was told that there are, if it was told by a ConfigMap."""
     is_full: bool = False
     """Nobody is scheduled any more."""
 
@@ -97,6 +99,15 @@ class Nodes:
                 warn(self.server, "Pod", pod, "FailedMount", f'MountVolume.SetUp failed: configmap "{name}" not found')
                 self._waiting(pod, "ContainerCreating")
                 return
+        for variable in pod["spec"]["containers"][0]["env"]:
+            source = (variable.get("valueFrom") or {}).get("configMapKeyRef")
+            found = self.server.get(CONFIG_MAPS, namespace, source["name"]) if source else None
+            if source and source["key"] not in ((found or {}).get("data") or {}):
+                said = f'configmap "{source["name"]}" not found' if found is None else f"couldn't find key {source['key']}"
+                self._waiting(pod, "CreateContainerConfigError", f"{said} in ConfigMap {namespace}/{source['name']}")
+                return
+            if source and found is not None:
+                self.told[pod["metadata"]["uid"]] = int(found["data"][source["key"]])
         if not node.starts_pods:
             warn(self.server, "Pod", pod, "Failed", "Failed to pull image: connection refused")
             self._waiting(pod, "ImagePullBackOff")
@@ -116,9 +127,9 @@ class Nodes:
         self.processes[pod["metadata"]["uid"]] = node.name
         self.server.update(PODS, pod, change)
 
-    def _waiting(self, pod: Document, reason: str) -> None:
+    def _waiting(self, pod: Document, reason: str, message: str = "") -> None:
         def change(item: Document) -> None:
-            statuses = [{"name": "trainer", "state": {"waiting": {"reason": reason}}}]
+            statuses = [{"name": "trainer", "state": {"waiting": {"reason": reason, "message": message}}}]
             item["status"] = {**item["status"], "containerStatuses": statuses}
 
         self.server.update(PODS, pod, change)

@@ -199,7 +199,7 @@ def queue_changes(world: World, rng: random.Random) -> str | None:
     if job is None:
         return None
     suspend = is_gated(job) or (not job["spec"].get("suspend") and rng.random() < 0.3)
-    world.server.update(BATCH_JOBS, job, lambda item: item["spec"].update(suspend=suspend))
+    (world.hold if suspend else world.let_go)(job)
     return f"{job['metadata']['name']}: {'preempted' if suspend else 'admitted'}"
 
 
@@ -424,6 +424,7 @@ _MORE = (
     (30, progress_is_told),
     (8, room_changes),
     (8, pod_is_disrupted),
+    (8, queue_changes),
 )
 ELASTIC_STEPS = [*STEPS, *(step for weight, step in _MORE for _ in range(weight))]
 """Of walks with an elastic gang, which is to live long enough to change its size."""
@@ -453,8 +454,8 @@ def _is_elastic(seed: int) -> bool:
 def _world(seed: int, loop: VirtualLoop) -> World:
     rng = random.Random(f"world {seed}")
     world = World(loop, rng)
-    run_of_first = {"maxRestarts": rng.choice([0, 1, 3])} | (QUEUED if rng.random() < 0.25 else {})
     is_elastic = _is_elastic(seed)
+    run_of_first = {"maxRestarts": rng.choice([0, 1, 3])} | (QUEUED if rng.random() < (0.4 if is_elastic else 0.25) else {})
     nodes, fewest = (3, rng.choice([1, 1, 2])) if is_elastic else (rng.choice([1, 2, 3]), None)
     manifests = [a_manifest(TEAM, "tune", nodes=nodes, fewest=fewest, elsewhere=rng.random() < 0.5, **run_of_first)]
     if rng.random() < (0.2 if is_elastic else 0.6):

@@ -30,6 +30,7 @@ from finetune_operator.children.claims import claims_named_by
 from finetune_operator.decide.observed import (
     BatchJobView,
     ConfigMapView,
+    GangNodesView,
     JobConditionView,
     JobView,
     LiveChildren,
@@ -160,6 +161,8 @@ class ObservedBuilder:
     profile: ProfileView | None = None
     role: Role = Role.PREFLIGHT
     progress: Progress | None = None
+    gang_nodes: GangNodesView | None = None
+    waiting_in_queue: int | None = None
 
     # What has happened to the job so far.
 
@@ -318,6 +321,7 @@ class ObservedBuilder:
             batch_jobs=self.batch_jobs,
             pods=self.pods,
             plan=plan,
+            gang_nodes=self.gang_nodes,
             service_exists=self.service_exists,
             claims=frozenset(claims_named_by(parsed.spec, name)) - self.missing_claims,
             conflicts=self.conflicts,
@@ -325,6 +329,7 @@ class ObservedBuilder:
             live=self.live,
             refused=self.refused_write,
             line=self.line,
+            waiting_in_queue=self.waiting_in_queue,
             progress=self.progress,
         )
 

@@ -52,11 +52,12 @@ _END_SECONDS = 900.0
 class Stack:
     """Context manager: nodes with the operator installed and a namespace whose claims hold the quickstart's inputs.
 
-    The operator runs on the first node, so that another's loss is not the operator's.
+    The operator runs on the first node, so that another's loss is not the operator's. `values`: more of its chart's.
     """
 
-    def __init__(self, nodes: int = 1) -> None:
+    def __init__(self, nodes: int = 1, **values: Any) -> None:
         self._num_nodes = nodes
+        self._values = values
 
     def __enter__(self) -> Stack:
         with ExitStack() as stack:
@@ -162,7 +163,7 @@ class Stack:
             },
         }
         file = self.directory / "values.yaml"
-        file.write_text(json.dumps(values))
+        file.write_text(json.dumps(values | self._values))
         self.cluster.kubectl("create", "namespace", SYSTEM_NAMESPACE)
         self.cluster.kubectl("label", "namespace", SYSTEM_NAMESPACE, *(f"{key}={value}" for key, value in RESTRICTED.items()))
         self.cluster.helm(

@@ -131,6 +131,11 @@ No Secrets: pods name them, the operator never reads them. No creating of pods: 
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]
   verbs: [list{{ if .Values.kueue.patchWorkloads }}, patch{{ end }}]
+{{- if .Values.kueue.readQueues }}
+- apiGroups: [kueue.x-k8s.io]
+  resources: [localqueues, clusterqueues]
+  verbs: [get]
+{{- end }}
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
   verbs: [get, create]

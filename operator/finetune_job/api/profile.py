@@ -159,7 +159,8 @@ class ElasticSettings(ApiModel):
     """How long a gang waits for nodes for all of its pods before it starts on those that it has got, if they are enough."""
     grow_after_seconds: Annotated[int, Field(ge=10, le=604_800)] = 1800
     """How long a smaller gang trains before all nodes are asked for again, after its next checkpoint. Twice as long after each
-    time that they could not be had, up to eight times. Gangs of a queue do not ask: they would lose the quota that they have."""
+    time that they could not be had, up to eight times. A gang of a queue gives back what it has to ask for more. So it asks only
+    if nobody else waits in its ClusterQueue, which the operator must be able to read (`kueue.readQueues` of its chart)."""
 
 
 Cidr = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$", max_length=64)]

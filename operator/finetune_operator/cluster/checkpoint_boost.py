@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import NamedTuple, Protocol
 
-from finetune_job.names import Role
+from finetune_job.names import Role, plan_configmap_name
 from finetune_job.plan.launch_plan import CheckpointInterval
 from finetune_job.progress import Progress
 from finetune_operator.cluster.answers import ApiError
@@ -135,7 +135,8 @@ class CheckpointBoost:
 
     async def _wish(self, held: CachedObject) -> _BoostRequest | None:
         """What the plan of a job asks for; None: nothing."""
-        config_map = next(iter(self._cache.owned(CONFIG_MAPS, held.key.uid)), None)
+        name = plan_configmap_name(held.key.name)
+        config_map = next((one for one in self._cache.owned(CONFIG_MAPS, held.key.uid) if one.key.name == name), None)
         if config_map is None:
             return None
         known = self._wishes.get(held.key.uid)

@@ -14,7 +14,15 @@ from random import random
 from typing import Any
 
 from finetune_job.api.job import FineTuneJobSpec
-from finetune_job.names import DEFAULT_PROFILE, LABEL_JOB, LABEL_MANAGED_BY, MANAGED_BY, workspace_claim_name
+from finetune_job.names import (
+    DEFAULT_PROFILE,
+    LABEL_JOB,
+    LABEL_MANAGED_BY,
+    MANAGED_BY,
+    gang_configmap_name,
+    plan_configmap_name,
+    workspace_claim_name,
+)
 from finetune_job.progress import Progress
 from finetune_operator.children.claims import claims_named_by
 from finetune_operator.cluster.answers import ApiError
@@ -27,10 +35,11 @@ from finetune_operator.cluster.object_key import belongs_to
 from finetune_operator.cluster.projection import CachedObject
 from finetune_operator.cluster.reader import Reader
 from finetune_operator.cluster.warning_events import WarningEvents
-from finetune_operator.cluster.workloads import Workloads
+from finetune_operator.cluster.workloads import Workloads, num_waiting
 from finetune_operator.decide.blocked import needs_live_list
 from finetune_operator.decide.observed import JobView, Observed, PlaceInLine, ProfileView
 from finetune_operator.decide.stage import attempt_of, current_role, is_ended, is_started, is_terminal
+from finetune_operator.decide.train_stage import queue_of_growth
 
 CLAIM_SEEN_SECONDS = 60.0
 """How long a claim that was there is believed to be there still."""
@@ -144,6 +153,9 @@ class Gatherer:
         observed = self._with_events(observed, now, revisits)
         told = await self._workloads.told(observed.batch_jobs, job.namespace, now, revisits)
         observed = replace(observed, batch_jobs=told)
+        queue = queue_of_growth(observed, now)
+        if queue is not None:
+            observed = replace(observed, waiting_in_queue=await num_waiting(self._api, job.namespace, queue))
         if is_terminal(job.status):
             notes.listed = None
         if notes.is_empty:
@@ -159,12 +171,14 @@ class Gatherer:
 
     def _with_children(self, observed: Observed) -> Observed:
         """As the cache knows them now."""
-        uid = observed.job.uid
+        uid, name = observed.job.uid, observed.job.name
+        config_maps = self._cache.owned(CONFIG_MAPS, uid)
         return replace(
             observed,
             batch_jobs=tuple(item.batch_job for item in self._cache.owned(BATCH_JOBS, uid) if item.batch_job is not None),
             pods=tuple(item.pod for item in self._cache.pods_of(uid) if item.pod is not None),
-            plan=next((self._reader.plan(item) for item in self._cache.owned(CONFIG_MAPS, uid)), None),
+            plan=next((self._reader.plan(item) for item in config_maps if item.key.name == plan_configmap_name(name)), None),
+            gang_nodes=next((item.gang_nodes for item in config_maps if item.key.name == gang_configmap_name(name)), None),
             service_exists=bool(self._cache.owned(SERVICES, uid)),
         )
 

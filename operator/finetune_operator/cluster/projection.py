@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from finetune_job.names import PLAN_KEY, Role
-from finetune_operator.children.placement import GATES_ANNOTATION
+from finetune_job.names import GANG_NODES_KEY_PREFIX, PLAN_KEY, Role
+from finetune_operator.children.placement import GATES_ANNOTATION, MIN_PARALLELISM_ANNOTATION
 from finetune_operator.children.pod_template import CONTAINER_NAME
 from finetune_operator.cluster.kinds import BATCH_JOBS, Kind
 from finetune_operator.cluster.object_key import Document, ObjectKey, key_of
 from finetune_operator.cluster.packing import packed, unpacked
 from finetune_operator.cluster.raw_objects import Fields
 from finetune_operator.cluster.summaries import LONGEST_REASON, JobSummary, ProfileSummary, job_summary, profile_summary
-from finetune_operator.decide.observed import BatchJobView, JobConditionView, PodView
+from finetune_operator.decide.observed import BatchJobView, GangNodesView, JobConditionView, PodView
 
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 LONGEST_MESSAGE = 2048
@@ -29,6 +29,9 @@ TERMINATION_MESSAGE = 4096
 LONGEST_GRACE_SECONDS = 366 * 86_400
 DEEPEST = 64
 """Levels of a manifest that are looked at. Ours have ten, and what recurses over a thousand of them costs a pass its stack."""
+MOST_KEYS = 16
+"""Of a ConfigMap; ours have one."""
+_GANG_NODES_KEY = re.compile(f"{GANG_NODES_KEY_PREFIX}([0-9]{{1,9}})")
 _BATCH_JOB_NAME = re.compile(r".+-(fetch|preflight|train|merge|publish)-([0-9]{1,9})")
 
 
@@ -43,6 +46,8 @@ class CachedObject:
     """Bytes of them, before they were compressed."""
     batch_job: BatchJobView | None = None
     pod: PodView | None = None
+    gang_nodes: GangNodesView | None = None
+    """Set of a ConfigMap that holds this and no plan."""
     summary: JobSummary | None = None
     profile: ProfileSummary | None = None
     is_bare: bool = False
@@ -77,8 +82,11 @@ def project(kind: Kind, document: Document) -> CachedObject:
             profile = profile_summary(fields.at("spec"))
             return CachedObject(key, *_compressed(fields, document, "spec", "status"), profile=profile, unreadable=fields.notes)
         case "ConfigMap":
-            plan = fields.at("data").text(PLAN_KEY, 2**20)
-            return CachedObject(key, *packed({"plan": plan}), unreadable=fields.notes)
+            data = fields.at("data")
+            gang_nodes = None if data.has(PLAN_KEY) else _gang_nodes_view(key, data)
+            if gang_nodes is not None:
+                return CachedObject(key, gang_nodes=gang_nodes, unreadable=fields.notes)
+            return CachedObject(key, *packed({"plan": data.text(PLAN_KEY, 2**20)}), unreadable=fields.notes)
         case "Job":
             return CachedObject(key, batch_job=_batch_job_view(key, fields), unreadable=fields.notes)
         case "Pod":
@@ -151,10 +159,22 @@ def _batch_job_view(key: ObjectKey, fields: Fields) -> BatchJobView | None:
             if item.text("status", 16) == "True"
         ),
         suspended=fields.at("spec").flag("suspend"),
+        parallelism=fields.at("spec").integer("parallelism"),
+        takes_fewer=metadata.at("annotations").has(MIN_PARALLELISM_ANNOTATION),
         admission_gates=_gates(metadata.at("annotations").name(GATES_ANNOTATION, LONGEST_GATES)),
         start_time=status.time("startTime"),
         deleting=metadata.has("deletionTimestamp"),
     )
+
+
+def _gang_nodes_view(key: ObjectKey, data: Fields) -> GangNodesView | None:
+    """None of what is not one."""
+    for name in list(data.raw)[:MOST_KEYS]:
+        match = _GANG_NODES_KEY.fullmatch(str(name))
+        nodes = data.digits(str(name)) if match is not None else None
+        if match is not None and nodes is not None:
+            return GangNodesView(key.name, key.uid, int(match[1]), nodes)
+    return None
 
 
 def _gates(text: str) -> tuple[str, ...]:

@@ -19,6 +19,8 @@ from finetune_operator.decide.observed import BatchJobView
 
 WORKLOADS = tuple(Kind("kueue.x-k8s.io", version, "workloads", "Workload") for version in ("v1beta2", "v1beta1"))
 """Newest first: releases of Kueue serve one of them or both."""
+LOCAL_QUEUES = tuple(replace(kind, plural="localqueues", name="LocalQueue") for kind in WORKLOADS)
+CLUSTER_QUEUES = tuple(replace(kind, plural="clusterqueues", name="ClusterQueue", namespaced=False) for kind in WORKLOADS)
 JOB_UID_LABEL = "kueue.x-k8s.io/job-uid"
 FIRST_LOOK_SECONDS = 15.0
 LONGEST_LOOK_SECONDS = 60.0
@@ -137,3 +139,27 @@ def reason_of(workload: Document) -> str:
 def _condition_text(kind: str, condition: Fields) -> str:
     message = condition.text("message", LONGEST_MESSAGE)
     return f"{kind} ({condition.text('reason', 128)}): {message}".rstrip(": ")
+
+
+async def num_waiting(api: Api, namespace: str, queue: str) -> int | None:
+    """Workloads that wait in the ClusterQueue of a LocalQueue, of all namespaces; None: queues are not ours to read, or are not
+    there. Raises ApiUnreachableError.
+    """
+    try:
+        local_queue = await _first(api, LOCAL_QUEUES, namespace, queue)
+        cluster_queue = Fields(local_queue).at("spec").name("clusterQueue")
+        found = await _first(api, CLUSTER_QUEUES, None, cluster_queue) if cluster_queue else None
+    except ApiError:
+        return None
+    status = Fields(found).at("status")
+    # A queue whose controller has not looked at it yet has no conditions, and a number that says nothing.
+    return status.integer("pendingWorkloads") if status.has("conditions") else None
+
+
+async def _first(api: Api, kinds: tuple[Kind, ...], namespace: str | None, name: str) -> Document | None:
+    """The object, of the newest version that is served."""
+    for kind in kinds:
+        found = await api.get(kind, namespace, name)
+        if found is not None:
+            return found
+    return None

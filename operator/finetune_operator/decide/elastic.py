@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import pairwise
 
 from finetune_job.api.status import Attempt, ProgressStatus
 from finetune_job.names import Role
@@ -30,8 +31,9 @@ class Elasticity:
     most: int
     """Nodes."""
     shrink_after: timedelta
-    grow_after: timedelta | None
-    """None: it never asks for more, because a queue gave it what it has."""
+    grow_after: timedelta
+    is_queued: bool
+    """Whether a queue says how many of the nodes that it asks for it gets."""
 
     def clamped(self, nodes: int | None) -> int:
         """A number of nodes from status, which anybody may have edited; None: all."""
@@ -48,7 +50,8 @@ def elasticity(plan: LaunchPlan) -> Elasticity | None:
         fewest=min(ranks.min_nodes, ranks.nodes),
         most=ranks.nodes,
         shrink_after=timedelta(seconds=waits.shrink_after_seconds),
-        grow_after=None if is_queued else timedelta(seconds=waits.grow_after_seconds),
+        grow_after=timedelta(seconds=waits.grow_after_seconds),
+        is_queued=is_queued,
     )
 
 
@@ -90,14 +93,14 @@ def grows(
     had before.
     """
     running = _training(attempts)
-    if limits.grow_after is None or nodes >= limits.most or told is None or told.checkpoint_step is None:
+    if nodes >= limits.most or told is None or told.checkpoint_step is None:
         return False
     if not running or running[-1].number != told.attempt:
         return False
     known = before.checkpoint_step if before is not None else None
     if known is None or told.checkpoint_step <= known:
         return False
-    patience = limits.grow_after.total_seconds() * 2 ** min(_failed_tries(running[:-1]), MOST_DOUBLINGS)
+    patience = limits.grow_after.total_seconds() * 2 ** min(_failed_tries(running), MOST_DOUBLINGS)
     due = moment_after(running[-1].running_time or running[-1].start_time, patience)
     is_nearly_done = told.seconds_left is not None and told.seconds_left < patience
     return due is not None and now >= due and not is_nearly_done
@@ -107,11 +110,13 @@ def _training(attempts: Sequence[Attempt]) -> list[Attempt]:
     return [one for one in attempts if one.role is Role.TRAIN]
 
 
-def _failed_tries(ended: Sequence[Attempt]) -> int:
-    """How often in a row nodes were asked for that did not come: attempts that never ran, since one failed or had them all."""
+def _failed_tries(attempts: Sequence[Attempt]) -> int:
+    """How often in a row nodes were asked for that did not come, up to the last attempt, which runs: attempts that never ran, and
+    those after which a queue gave no more than before; since one failed or had them all.
+    """
     tries = 0
-    for one in reversed(ended):
+    for one, following in reversed(list(pairwise(attempts))):
         if one.outcome != "Resized":
             break
-        tries += not one.running_time
+        tries += not one.running_time or (following.nodes or 0) <= (one.nodes or 0)
     return tries

@@ -136,5 +136,6 @@ def retain(observed: Observed, result: PassResult) -> None:
         result.delete(batch_job)
     if observed.service_exists:
         result.delete_object("Service", service_name(job.name), "")
-    if observed.plan is not None:
-        result.delete_object("ConfigMap", observed.plan.name, observed.plan.uid)
+    for config_map in (observed.plan, observed.gang_nodes):
+        if config_map is not None:
+            result.delete_object("ConfigMap", config_map.name, config_map.uid)

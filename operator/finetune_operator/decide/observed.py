@@ -70,6 +70,10 @@ class BatchJobView:
     """Only those that are True."""
     suspended: bool = False
     """`spec.suspend`: set by a queue such as Kueue, and by us only together with a gate."""
+    parallelism: int | None = None
+    """Pods that run at a time: for a gang all of them. A queue that admits fewer lowers it."""
+    takes_fewer: bool = False
+    """Whether a queue may do so."""
     admission_gates: tuple[str, ...] = ()
     """What keeps Kueue from admitting it, whatever room there is."""
     start_time: datetime | None = None
@@ -145,6 +149,16 @@ class ConfigMapView:
 
 
 @dataclass(frozen=True)
+class GangNodesView:
+    """The ConfigMap that tells the pods of an attempt how many they are."""
+
+    name: str
+    uid: str
+    attempt: int
+    nodes: int
+
+
+@dataclass(frozen=True)
 class LiveJob:
     """A batch Job that a live list has shown."""
 
@@ -214,6 +228,7 @@ class Observed:
     batch_jobs: tuple[BatchJobView, ...] = ()
     pods: tuple[PodView, ...] = ()
     plan: ConfigMapView | None = None
+    gang_nodes: GangNodesView | None = None
     service_exists: bool = False
     claims: frozenset[str] = frozenset()
     """Of the claims in `children.claims.claims_named_by(spec, job name)`, the names of those that exist."""
@@ -230,6 +245,9 @@ class Observed:
     """None: the profile sets no limit."""
     too_complex: bool = False
     """Judging this generation of the job took more CPU than a pass may take: before the start it is refused unread."""
+    waiting_in_queue: int | None = None
+    """Workloads that wait in the ClusterQueue of training, looked up if `decide.train_stage.queue_of_growth` names its queue;
+    None: not looked up, or not known."""
     progress: Progress | None = None
     """Latest progress of rank 0, given only when it is due to be written; None leaves the status as it is."""
 

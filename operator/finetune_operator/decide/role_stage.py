@@ -20,6 +20,7 @@ from finetune_operator.decide.attempts import (
     newest_checkpoint,
     opened,
     record_of,
+    resized,
     restarts_of,
     with_restarts,
 )
@@ -148,7 +149,13 @@ class RoleStage:
 
     def open(self, batch_job: BatchJobView) -> None:
         """Record that the pods of this attempt run."""
-        if self.record is None:
+        record, size = self.record, self.size
+        if record is not None and size is not None and record.nodes not in (None, size.nodes):
+            # Its queue took it back and let it go again.
+            self.result.set(attempts=resized(self.observed.job.status, record, size))
+            said = f"Attempt {self.attempt} continues on {size.nodes} of {self.most_nodes} nodes, {record.nodes} before."
+            self.result.emit("Normal", Reason.RESIZING, said)
+        if record is None:
             # A Job that waited in a queue was created long before.
             begun = batch_job.start_time or batch_job.created
             pods = self.observed.pods_of(self.role, self.attempt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 from finetune_job.failures import FailureClass
@@ -15,12 +16,15 @@ from finetune_operator.decide.attempts import GangSize
 from finetune_operator.decide.blocked import wait_for_refused_write
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.elastic import Elasticity, elasticity, gang_nodes, grows, nodes_after_failure, nodes_that_came
+from finetune_operator.decide.frozen_plan import PlanLost, frozen_plan
 from finetune_operator.decide.job_state import JobState, State
 from finetune_operator.decide.observed import BatchJobView, Observed
+from finetune_operator.decide.partial_admission import admitted_nodes, follow_admission, quiet_until_told
 from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.progress import progress_of_facts, progress_status
 from finetune_operator.decide.restart_policy import POLICY
 from finetune_operator.decide.role_stage import RoleStage
+from finetune_operator.decide.stage import attempt_of, current_role
 from finetune_operator.decide.times import stall_deadline
 
 _FIX_OF_UNGATING = "The operator has to take the gate off the Job: install the chart with kueue.patchJobs=true."
@@ -30,9 +34,11 @@ def train_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
     """One pass while the job is prepared and not trained. Returns whether the next stage may begin."""
     limits, ranks = elasticity(run.plan), run.plan.parallelism
     nodes = gang_nodes(run.plan, observed.job.status.gang_nodes)
+    if limits is not None:
+        nodes = admitted_nodes(limits, nodes, observed.batch_job(Role.TRAIN, attempt_of(observed.job.status, Role.TRAIN)))
     size = None if limits is None else GangSize(nodes, nodes * ranks.processes_per_node)
     stage = RoleStage(observed, result, Role.TRAIN, nodes, ranks.nodes, size)
-    found = stage.job_state()
+    found = quiet_until_told(stage.job_state(), run.owner)
     _report_progress(observed, result, stage.attempt)
     if found.state is State.ABSENT:
         _create(observed, stage, run)
@@ -50,11 +56,27 @@ def train_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
             if not wait_for_refused_write(observed, result, ConditionType.TRAINED, _FIX_OF_UNGATING):
                 result.ungate(found.batch_job, PREFLIGHT_GATE)
         elif not (
-            (limits is not None and _is_resized(observed, stage, limits, found, found.batch_job))
+            follow_admission(observed, stage, run, found, found.batch_job)
+            or (limits is not None and _is_resized(observed, stage, limits, found, found.batch_job))
             or _is_stalled(observed, result, stage, found, found.batch_job)
         ):
             stage.wait(found, found.batch_job)
+            if found.state is State.RUNNING and found.batch_job.takes_fewer:
+                result.set(gang_nodes=nodes)
     return False
+
+
+def queue_of_growth(observed: Observed, now: datetime) -> str | None:
+    """The LocalQueue of a gang that would ask for more nodes now; it does if nobody waits there (`waiting_in_queue`)."""
+    status = observed.job.status
+    if observed.progress is None or not status.gang_nodes or current_role(status) is not Role.TRAIN:
+        return None
+    run = frozen_plan(observed)
+    limits = None if isinstance(run, PlanLost) else elasticity(run.plan)
+    if isinstance(run, PlanLost) or limits is None or not limits.is_queued:
+        return None
+    is_due = grows(limits, status.gang_nodes, status.attempts, now, told=observed.progress, before=status.progress)
+    return run.placement.pods.train.queue_name if is_due else None
 
 
 def _is_resized(observed: Observed, stage: RoleStage, limits: Elasticity, found: JobState, batch_job: BatchJobView) -> bool:
@@ -70,7 +92,9 @@ def _is_resized(observed: Observed, stage: RoleStage, limits: Elasticity, found:
         if now < since + limits.shrink_after:
             stage.result.requeue_at(since + limits.shrink_after)
     told = observed.progress if observed.progress is not None and observed.progress.attempt == stage.attempt else None
-    if found.state is State.RUNNING and grows(limits, stage.nodes, status.attempts, now, told=told, before=status.progress):
+    has_room = not limits.is_queued or observed.waiting_in_queue == 0
+    is_running = found.state is State.RUNNING and has_room
+    if is_running and grows(limits, stage.nodes, status.attempts, now, told=told, before=status.progress):
         stage.resize(limits.most, f"Attempt {stage.attempt} has saved and may grow.", batch_job)
         return True
     return False
@@ -117,5 +141,7 @@ def _succeeded(observed: Observed, result: PassResult, stage: RoleStage, found: 
     if last is not None:
         result.set(progress=progress_status(last, observed.job.status.progress, result.now))
     stage.close("Succeeded")
+    if observed.gang_nodes is not None:
+        result.delete_object("ConfigMap", observed.gang_nodes.name, observed.gang_nodes.uid)
     result.condition(ConditionType.TRAINED, True, Reason.COMPLETED, report.message if report is not None else "")
     result.emit("Normal", Reason.COMPLETED, f"Attempt {stage.attempt} finished the training.")

@@ -160,6 +160,16 @@ class Scene:
             f"an attempt that failed with {failure}",
         )
 
+    def wait_for_step_after(self, step: int) -> None:
+        """Wait until a later step is trained, in whatever attempt."""
+        self.wait(lambda: self.last_step() > step, f"a step after {step}")
+        assert self._started is not None, "the case never started its clock"
+        self.seconds = time.monotonic() - self._started
+
+    def last_step(self) -> int:
+        """The last step of the history."""
+        return max((int(line["step"]) for line in self._history()), default=0)
+
     def wait_for_next_step(self) -> None:
         """Wait until an attempt after the fault has trained a step."""
 

@@ -142,7 +142,7 @@ class Scene:
         self.cache.take(JOBS, document)
 
     def config_map(self, text: str, uid: str = "plan-uid", job_uid: str = "job-uid") -> None:
-        name = plan_configmap_name("tune")
+        name = plan_configmap_name("tune" if job_uid == "job-uid" else job_uid)
         references = [objects.owner(JOB_KIND, "tune", job_uid, API_VERSION)]
         metadata = objects.metadata(name, uid, next(self.versions), labels=objects.labels("plan", 0), ownerReferences=references)
         self.cache.take(CONFIG_MAPS, {"metadata": metadata, "data": {PLAN_KEY: text}})

@@ -9,7 +9,7 @@ from finetune_operator.cluster import gather as module
 from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.gather import CLAIM_SEEN_SECONDS, MISSING_RETRY_SECONDS, Gathered, Gatherer
-from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, JOBS, PODS, PROFILES, Kind
+from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOBS, PODS, PROFILES, Kind
 from finetune_operator.cluster.projection import project
 from finetune_operator.cluster.warning_events import WarningEvents
 from tests.unit.finetune_operator.cluster import objects
@@ -280,3 +280,36 @@ def test_claims_that_were_seen_are_forgotten_in_time(monkeypatch: pytest.MonkeyP
     del scene.api.objects["PersistentVolumeClaim", "team", "models"]
     scene.gather(NOW + timedelta(seconds=3 * CLAIM_SEEN_SECONDS))
     assert ("team", "models") not in scene.gatherer._claims_seen
+
+
+def test_the_plan_and_the_number_of_pods_are_found_by_their_names() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    references = objects.batch_job()["metadata"]["ownerReferences"]
+    for name, data in (
+        ("another", {"plan.json": "no"}),
+        ("tune-plan", {"plan.json": "plan"}),
+        ("tune-nodes", {"attempt-2": "3"}),
+    ):
+        metadata = objects.metadata(name, f"{name}-uid", labels=objects.labels("train", 2), ownerReferences=references)
+        scene.add(CONFIG_MAPS, {"metadata": metadata, "data": data})
+    observed = scene.gather().observed
+    assert observed.plan is not None
+    assert (observed.plan.name, observed.plan.plan_json) == ("tune-plan", "plan")
+    assert observed.gang_nodes is not None
+    assert (observed.gang_nodes.name, observed.gang_nodes.attempt, observed.gang_nodes.nodes) == ("tune-nodes", 2, 3)
+
+
+@pytest.mark.parametrize(("queue", "waiting"), [("gpus", 2), (None, None)])
+def test_a_queue_is_asked_only_for_a_gang_that_would_grow(
+    monkeypatch: pytest.MonkeyPatch, queue: str | None, waiting: int | None
+) -> None:
+    async def num_waiting(api: Any, namespace: str, name: str) -> int:
+        assert (api, namespace, name) == (scene.api, "team", "gpus")
+        return 2
+
+    monkeypatch.setattr(module, "queue_of_growth", lambda observed, now: queue if now == NOW else None)
+    monkeypatch.setattr(module, "num_waiting", num_waiting)
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    assert scene.gather().observed.waiting_in_queue == waiting

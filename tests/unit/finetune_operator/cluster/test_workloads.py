@@ -11,7 +11,7 @@ import pytest
 from finetune_job.names import Role
 from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.kinds import Kind
-from finetune_operator.cluster.workloads import Workloads, reason_of
+from finetune_operator.cluster.workloads import Workloads, num_waiting, reason_of
 from finetune_operator.decide.observed import BatchJobView, JobConditionView
 
 NOW = datetime(2026, 1, 2, 3, 5, tzinfo=UTC)
@@ -184,3 +184,44 @@ def test_jobs_that_are_gone_are_forgotten() -> None:
 )
 def test_what_a_workload_waits_for(document: dict[str, Any], said: str) -> None:
     assert reason_of(document) == said
+
+
+LOCAL = {"spec": {"clusterQueue": "all"}}
+CLUSTER = {"status": {"pendingWorkloads": 3, "conditions": [{"type": "Active", "status": "True"}]}}
+
+
+class Queues:
+    """Answers for the queues of one version. `refused`: plural of what may not be read."""
+
+    def __init__(self, local: Any = LOCAL, cluster: Any = CLUSTER, *, version: str = "v1beta2", refused: str = "") -> None:
+        self.objects = {("localqueues", "team", "gpus"): local, ("clusterqueues", None, "all"): cluster}
+        self.version, self.refused = version, refused
+
+    async def get(self, kind: Kind, namespace: str | None, name: str) -> dict[str, Any] | None:
+        if kind.plural == self.refused:
+            raise ApiError("GET", 403, "Forbidden", "queues are not yours to read")
+        assert kind.namespaced == (kind.plural == "localqueues")
+        found: dict[str, Any] | None = self.objects.get((kind.plural, namespace, name)) if kind.version == self.version else None
+        return found
+
+
+@pytest.mark.parametrize(
+    ("queues", "waiting"),
+    [
+        (Queues(), 3),
+        (Queues(cluster={"status": {**CLUSTER["status"], "pendingWorkloads": 0}}), 0),
+        (Queues(version="v1beta1"), 3),
+        (Queues(version="v9"), None),
+        (Queues(refused="localqueues"), None),
+        (Queues(refused="clusterqueues"), None),
+        (Queues(local=None), None),
+        (Queues(local={"spec": {}}), None),
+        (Queues(local={"spec": {"clusterQueue": 7}}), None),
+        (Queues(cluster=None), None),
+        (Queues(cluster={"status": {"pendingWorkloads": 0}}), None),
+        (Queues(cluster={"status": {**CLUSTER["status"], "pendingWorkloads": "0"}}), None),
+        (Queues(cluster={"status": "none"}), None),
+    ],
+)
+def test_how_many_wait_is_known_only_of_a_queue_that_can_be_read(queues: Any, waiting: int | None) -> None:
+    assert asyncio.run(num_waiting(queues, "team", "gpus")) == waiting
