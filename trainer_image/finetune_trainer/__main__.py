@@ -27,6 +27,7 @@ from finetune_trainer.processes.start import (
     end,
     keep_bitsandbytes_out,
     keep_torch_out,
+    map_torch_libraries,
     preload,
     preload_for_forks,
     send_output_to,
@@ -135,7 +136,9 @@ def serve(argv: Sequence[str]) -> int:
     """
     top = argparse.ArgumentParser(prog=f"python -m finetune_trainer {SERVE}")
     add_run_arguments(top)
-    context = run_context(top.parse_args(argv))
+    arguments = top.parse_args(argv)
+    map_torch_libraries()
+    context = run_context(arguments)
     from finetune_trainer.roles import rehearse, train
 
     preload_for_forks(context.plan, "finetune_trainer.roles.preflight", *rehearse.LIBRARIES, *train.LIBRARIES)
@@ -170,6 +173,8 @@ def main(argv: Sequence[str] | None = None, *, is_forked: bool = False) -> int:
     arguments = parser().parse_args(argv, argparse.Namespace(is_forked=is_forked))
     if getattr(arguments, "parent", None) is not None:
         die_with(arguments.parent)
+    if arguments.role in (Role.TRAIN, Role.MERGE):
+        map_torch_libraries()
     contexts: list[RunContext] = []
 
     def body() -> TerminationReport:

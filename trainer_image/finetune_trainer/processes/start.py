@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib.util
 import io
 import logging
 import os
@@ -27,7 +28,10 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 """prctl(2)."""
 _WITHOUT_PEFT = ("torch.distributed.run", "transformers")
 _META_KERNELS = "torch._meta_registrations"
+_TORCH_LIBRARIES = {"libtorch_global_deps.so": os.RTLD_GLOBAL, "libtorch_cpu.so": 0, "libtorch_cuda.so": 0}
+"""In the order and with the flags of torch's own import."""
 _bringing = threading.Lock()
+_mapping: list[threading.Thread] = []
 NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 """Keeps transformers from saying that torch is missing."""
 
@@ -126,6 +130,28 @@ def compile_conversions() -> None:
     get_checkpoint_conversion_mapping("")
 
 
+def map_torch_libraries() -> None:
+    """Begin to bring torch's libraries into this process, in a thread; `preload` waits for it.
+
+    That is a third of torch's import, in which Python's lock is held. Here it is not, so that the process can read its plan and
+    headers meanwhile. What goes wrong is left to the import to say.
+    """
+    found = importlib.util.find_spec("torch") if "torch" not in sys.modules and not _mapping else None
+    if found is None or not found.submodule_search_locations or sys.platform != "linux":
+        return
+    folder = Path(found.submodule_search_locations[0], "lib")
+    _mapping.append(threading.Thread(target=_map_libraries, args=(folder,), daemon=True))
+    _mapping[0].start()
+
+
+def _map_libraries(folder: Path) -> None:
+    # Not ctypes.CDLL, which keeps Python's lock; a foreign function does not.
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+    for name, flags in _TORCH_LIBRARIES.items():
+        dlopen(os.fsencode(folder / name), os.RTLD_NOW | flags)
+
+
 def _keep_out(module: str) -> None:
     # The documented way: https://docs.python.org/3/reference/import.html#the-module-cache. `find_spec` finds nothing then.
     sys.modules[module] = None  # type: ignore[assignment]
@@ -138,6 +164,8 @@ def preload(*modules: str) -> None:
     linear algebra, which nothing here uses, starts no threads, which would spin for a moment and must not be there at a fork.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    for thread in _mapping:
+        thread.join()
     gc.disable()
     try:
         for module in modules:

@@ -23,7 +23,14 @@ from finetune_job.api.output import MergeBase, MergeSpec
 from finetune_job.failures import EXIT_CODES
 from finetune_job.layout import MergedPaths
 from finetune_trainer.errors import ConfigError, classify
-from finetune_trainer.processes.start import die_with, end, keep_bitsandbytes_out, keep_meta_kernels_out, preload
+from finetune_trainer.processes.start import (
+    die_with,
+    end,
+    keep_bitsandbytes_out,
+    keep_meta_kernels_out,
+    map_torch_libraries,
+    preload,
+)
 from finetune_trainer.weights.headers import OUTPUT_DTYPES
 
 if TYPE_CHECKING:
@@ -81,7 +88,7 @@ class ProgressLines:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Merge and verify. Raises MergeError, TrainerError, OSError."""
-    preload("finetune_trainer.merge.merge_adapter")
+    map_torch_libraries()
     from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 
     output: Path = arguments.output

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from finetune_trainer.merge.changes import Addition, Change, LowRank, ModuleMerge, Orientation, TokenRows
-from finetune_trainer.merge.steps.low_rank import Factors, LowRankStep, part_of_factors, row_blocks
+from finetune_trainer.merge.steps.low_rank import LowRankStep, part_of_factors
+from finetune_trainer.merge.steps.products import Factors, row_blocks
 from finetune_trainer.merge.steps.step import ReadTensor, Scratch, Step
 from finetune_trainer.processes.start import bring_meta_kernels
 from finetune_trainer.weights.rounding import all_finite, round_into

@@ -1,59 +1,41 @@
 """W + scaling * B@A, with PEFT's bits: what peft 0.21.2 does on a CPU, cut into blocks of rows, for a weight or for one expert.
 
-A matrix product's bits depend on the kernel that the library picks for its shape, so products are cut into blocks, and experts
-multiplied one by one, only where this machine was seen to give equal bits.
+Experts are multiplied one by one only if this machine was seen to give equal bits.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from finetune_trainer.merge.changes import Orientation
+from finetune_trainer.merge.steps.products import (
+    Factors,
+    Product,
+    add_product,
+    blocks_are_exact,
+    is_exact_factor,
+    probe_of,
+    product,
+    row_blocks,
+    sums_are_exact,
+    turned_product,
+)
 from finetune_trainer.merge.steps.step import Scratch
 from finetune_trainer.weights.errors import MergeError
 from finetune_trainer.weights.rounding import all_finite, round_into
 from finetune_trainer.weights.stored import ExpertPart
 
-BLOCK_ROWS = 256
-"""Rows of one matrix product. Measured: blocks of 64 rows and more had PEFT's bits, of 1 and 7 rows had not."""
-MIN_BLOCK_ROWS = 64
-BLOCK_BYTES = 8 << 20
-"""Wider weights than 8,192 columns get fewer rows per block, so that an fp32 block stays near this."""
-SELF_CHECK_BYTES = 32 << 20
-"""The whole product that blocks are compared with is cut to this many fp32 bytes, because memory is bounded."""
 EXPERT_CHECK_BYTES = 32 << 20
 """fp32 bytes of the batch that single products are compared with, because memory is bounded."""
 
 _exact_products: dict[tuple[object, ...], Product | None] = {}
 """What the self-check has seen in this process, by the shapes that decide which kernels the library picks."""
+_exact_sums: dict[tuple[object, ...], bool] = {}
+"""The same of products that the library adds to the weight by itself."""
 _equal_experts: set[tuple[int, ...]] = set()
 """Shapes (experts, rank, in, out) whose single products were found equal in this process."""
-
-
-@dataclass(frozen=True)
-class Factors:
-    """An adapter on one weight, in fp32. a: (r, in), b: (out, r), magnitude: (out,) or None."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    magnitude: torch.Tensor | None
-    scaling: float
-    orientation: Orientation
-    rounds_product: bool
-    """Whether B@A is rounded to the weight's dtype before it is added, as for embeddings and expert parameters."""
-
-    @property
-    def is_transposed(self) -> bool:
-        """True when the weight is stored as (in, out): its rows are then columns of B@A."""
-        return self.orientation is not Orientation.LINEAR
-
-
-Product = Callable[..., torch.Tensor]
-"""`product` or `turned_product`."""
 
 
 @dataclass(frozen=True)
@@ -72,68 +54,48 @@ class LowRankStep:
         """Blocks of one matrix product each; all rows where blocks would not have the whole product's bits."""
         if self._needs_whole or self._exact_product() is None:
             return [(0, num_rows)]
+        # Seen now, in the thread that makes chunks: workers would compare the same blocks at once, each in its own memory.
+        self._adds_in_place()
         return row_blocks(num_rows, num_columns)
 
     def _exact_product(self) -> Product | None:
         """The fastest product whose blocks have the bits of PEFT's; None: no block has."""
-        factors = self.factors
-        key = (factors.orientation, factors.a.shape, factors.a.stride(), factors.b.shape, factors.b.stride())
+        key = self.factors.kernel_key
         if key not in _exact_products:
-            products = (turned_product, product) if factors.is_transposed else (product,)
-            _exact_products[key] = next((each for each in products if blocks_are_exact(factors, each)), None)
+            products = (turned_product, product) if self.factors.is_transposed else (product,)
+            probe = probe_of(self.factors)
+            _exact_products[key] = next((each for each in products if blocks_are_exact(probe, each)), None)
         return _exact_products[key]
+
+    def _adds_in_place(self) -> bool:
+        """Whether the library may add the product to the weight while it multiplies, which spares a pass over both."""
+        factors = self.factors
+        is_plain = factors.magnitude is None and not factors.rounds_product and is_exact_factor(factors.scaling)
+        if not is_plain or torch.promote_types(self.compute, torch.float32) != torch.float32:
+            return False
+        if self._exact_product() is not (turned_product if factors.is_transposed else product):
+            return False
+        key = (*factors.kernel_key, factors.scaling)
+        if key not in _exact_sums:
+            _exact_sums[key] = sums_are_exact(probe_of(factors))
+        return _exact_sums[key]
 
     def apply(self, values: torch.Tensor, rows: tuple[int, int], out: torch.Tensor, scratch: Scratch) -> bool:
         if self._needs_whole:
             _merge_whole_transposed_dora(values, self.factors, self.compute, out)
             return all_finite(out)
+        if self._adds_in_place():
+            return self._add_in_place(values, rows, out, scratch)
         delta = (self._exact_product() or product)(self.factors, *rows, scratch)
         return _merge_block(values, delta, self.factors, rows, compute=self.compute, out=out, scratch=scratch)
 
-
-def row_blocks(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
-    """Cuts rows into blocks for matrix products; the last takes up the remainder, since small blocks differ in bits."""
-    rows = min(BLOCK_ROWS, max(MIN_BLOCK_ROWS, BLOCK_BYTES // (4 * max(num_columns, 1)) // 8 * 8))
-    starts = list(range(0, max(num_rows - rows, 0) + 1, rows))
-    return [(start, stop) for start, stop in zip(starts, [*starts[1:], num_rows], strict=True)]
-
-
-def product(factors: Factors, start: int, stop: int, scratch: Scratch | None = None) -> torch.Tensor:
-    """Rows start..stop of B@A as the weight is stored, unscaled, fp32 (rows, columns). As PEFT computes it."""
-    first, second = (factors.b, factors.a[:, start:stop]) if factors.is_transposed else (factors.b[start:stop], factors.a)
-    out = None if scratch is None else scratch.block(0, first.shape[0], second.shape[1])
-    result = torch.mm(first, second, out=out)
-    return result.T if factors.is_transposed else result
-
-
-def turned_product(factors: Factors, start: int, stop: int, scratch: Scratch | None = None) -> torch.Tensor:
-    """The same where the weight is stored as (in, out), as A.T@B.T: row after row in memory, as the weight is.
-
-    What is added to the weight column by column takes three times as long as all of the merge's other arithmetic.
-    """
-    first, second = factors.a[:, start:stop].T, factors.b.T
-    return torch.mm(first, second, out=None if scratch is None else scratch.block(0, first.shape[0], second.shape[1]))
-
-
-def blocks_are_exact(factors: Factors, of_block: Product) -> bool:
-    """Compares blocks with one product over as many rows as SELF_CHECK_BYTES allow, the first and the last ones.
-
-    True for a weight that fits whole only if every bit of the whole product is equal. Called once per shape, since the
-    library picks its kernels by shape.
-    """
-    num_rows = factors.a.shape[1] if factors.is_transposed else factors.b.shape[0]
-    num_columns = factors.b.shape[0] if factors.is_transposed else factors.a.shape[1]
-    blocks = row_blocks(num_rows, num_columns)
-    if len(blocks) == 1 and of_block is product:
-        return True
-    allowed = max(2, SELF_CHECK_BYTES // (4 * num_columns * BLOCK_ROWS))
-    for group in [blocks] if len(blocks) <= allowed else [blocks[:allowed], blocks[-allowed:]]:
-        first, last = group[0][0], group[-1][1]
-        whole = product(factors, first, last)
-        for start, stop in group:
-            if not torch.equal(whole[start - first : stop - first], of_block(factors, start, stop)):
-                return False
-    return True
+    def _add_in_place(self, values: torch.Tensor, rows: tuple[int, int], out: torch.Tensor, scratch: Scratch) -> bool:
+        weight = out if self.compute == out.dtype == torch.float32 else scratch.block(1, *values.shape)
+        weight.copy_(values if values.dtype == self.compute else values.to(self.compute))
+        add_product(self.factors, *rows, weight)
+        if weight is not out:
+            round_into(weight, self.compute, out)
+        return _sum_is_finite(weight, self.compute, out)
 
 
 def _merge_block(
@@ -154,11 +116,9 @@ def _merge_block(
     start, stop = rows
     scaling = factors.scaling
     rounds_product = factors.rounds_product and factors.magnitude is None
-    if rounds_product or not (scaling >= 1 and math.frexp(scaling)[0] == 0.5):
+    if rounds_product or not is_exact_factor(scaling):
         delta.mul_(scaling)
         scaling = 1.0
-    # A power of two, as most scalings are, rounds nothing: multiplied while adding, the sum has the same bits in a pass less.
-    # Only where the product overflows, and PEFT's sum is infinite, this one may still be a number.
     if rounds_product:
         rounded = base.to(compute, copy=True)
         rounded += delta.to(compute)
@@ -175,6 +135,10 @@ def _merge_block(
         norm = torch.linalg.norm(weight, dim=1)
         weight.mul_((factors.magnitude[start:stop] / norm).view(-1, 1))
     round_into(weight, compute, out)
+    return _sum_is_finite(weight, compute, out)
+
+
+def _sum_is_finite(weight: torch.Tensor, compute: torch.dtype, out: torch.Tensor) -> bool:
     # Of the output dtypes only float16 can overflow where the fp32 sum did not; elsewhere the sum, still in the
     # processor's cache, is cheaper to look at.
     return all_finite(out if torch.float16 in (compute, out.dtype) else weight)
