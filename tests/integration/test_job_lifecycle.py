@@ -358,6 +358,33 @@ def test_a_job_made_anew_under_its_old_name_waits_for_what_the_old_one_leaves(
     workload.wait(lambda: [one for one in workload.pods(Role.PREFLIGHT) if one["metadata"]["uid"] != old], "a pod of the new job")
 
 
+def test_a_profile_is_for_namespaces_by_their_labels(workload: Workload, operator: OperatorFactory) -> None:
+    name = f"{workload.namespace}-labelled"
+    selector = {"matchLabels": {"team.example/gpus": "yes"}, "matchExpressions": [{"key": "frozen", "operator": "DoesNotExist"}]}
+    kind = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneProfile"}
+    spec = {"trainerImage": "registry.test/trainer:1", "namespaceSelector": selector}
+    workload.kube.create("FineTuneProfile", "", {**kind, "metadata": {"name": name}, "spec": spec})
+    try:
+        workload.apply(profile=name)
+        operator()
+        stalled = workload.wait_for("Stalled", "True", "ProfileNotAllowed")
+        assert "whose labels are not those of its namespaceSelector" in stalled["message"]
+        assert workload.batch_jobs(Role.PREFLIGHT) == []
+        # It is asked again after half a minute.
+        labels = {"metadata": {"labels": {"team.example/gpus": "yes"}}}
+        workload.kube.patch("Namespace", "", workload.namespace, labels)
+        workload.wait_for_pods(Role.PREFLIGHT)
+        # What has started is not judged again, and what comes later is.
+        workload.kube.patch("Namespace", "", workload.namespace, {"metadata": {"labels": {"frozen": ""}}})
+        time.sleep(10)  # how long the operator believes labels
+        workload.apply("late", profile=name, output={"destination": "pvc://results/late"})
+        workload.wait_for("Stalled", "True", "ProfileNotAllowed", name="late")
+        workload.succeed(Role.PREFLIGHT)
+        workload.wait_for_pods(Role.TRAIN)
+    finally:
+        workload.kube.delete("FineTuneProfile", "", name)
+
+
 def test_jobs_of_a_namespace_wait_in_line_and_the_oldest_goes_first(workload: Workload, operator: OperatorFactory) -> None:
     name = f"{workload.namespace}-line"
     kind = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneProfile"}

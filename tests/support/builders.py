@@ -33,6 +33,7 @@ from finetune_operator.decide.observed import (
     JobConditionView,
     JobView,
     LiveChildren,
+    NamespaceView,
     Observed,
     PlaceInLine,
     PodView,
@@ -158,6 +159,7 @@ class ObservedBuilder:
     refused_write: RefusedWrite | None = None
     line: PlaceInLine | None = None
     profile: ProfileView | None = None
+    namespace: NamespaceView | None = None
     role: Role = Role.PREFLIGHT
     progress: Progress | None = None
 
@@ -315,6 +317,7 @@ class ObservedBuilder:
                 status=self.status,
             ),
             profile=self.profile or ProfileView("default", self.job.profile),
+            namespace=self.namespace,
             batch_jobs=self.batch_jobs,
             pods=self.pods,
             plan=plan,
