@@ -370,13 +370,15 @@ def test_a_profile_is_for_namespaces_by_their_labels(workload: Workload, operato
         stalled = workload.wait_for("Stalled", "True", "ProfileNotAllowed")
         assert "whose labels are not those of its namespaceSelector" in stalled["message"]
         assert workload.batch_jobs(Role.PREFLIGHT) == []
-        # It is asked again after half a minute.
         labels = {"metadata": {"labels": {"team.example/gpus": "yes"}}}
         workload.kube.patch("Namespace", "", workload.namespace, labels)
+        time.sleep(2.1)  # how long the operator believes labels
+        # It would look again after half a minute by itself.
+        workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"run": {"retry": 1}}})
         workload.wait_for_pods(Role.PREFLIGHT)
         # What has started is not judged again, and what comes later is.
         workload.kube.patch("Namespace", "", workload.namespace, {"metadata": {"labels": {"frozen": ""}}})
-        time.sleep(10)  # how long the operator believes labels
+        time.sleep(2.1)
         workload.apply("late", profile=name, output={"destination": "pvc://results/late"})
         workload.wait_for("Stalled", "True", "ProfileNotAllowed", name="late")
         workload.succeed(Role.PREFLIGHT)

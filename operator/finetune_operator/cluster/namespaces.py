@@ -12,7 +12,7 @@ from finetune_operator.cluster.kinds import NAMESPACES
 from finetune_operator.cluster.raw_objects import Fields
 from finetune_operator.decide.observed import NamespaceView
 
-SEEN_SECONDS = 10.0
+SEEN_SECONDS = 2.0
 """How long labels are believed: of jobs that wait in line all would be asked for."""
 _FORBIDDEN = 403
 

@@ -90,8 +90,8 @@ def test_labels_of_the_namespace_are_read_for_a_profile_that_asks_until_somethin
     assert scene.gather().observed.namespace == NamespaceView(error="it does not exist")
     scene.add(NAMESPACES, {"metadata": {"name": "team", "labels": {"gpu": "yes", "odd": 1}}}, seen=False)
     # Believed for a moment: of many jobs that wait each would ask.
-    assert scene.gather(NOW + timedelta(seconds=9)).observed.namespace == NamespaceView(error="it does not exist")
-    assert scene.gather(NOW + timedelta(seconds=10)).observed.namespace == NamespaceView({"gpu": "yes"})
+    assert scene.gather(NOW + timedelta(seconds=1)).observed.namespace == NamespaceView(error="it does not exist")
+    assert scene.gather(NOW + timedelta(seconds=2)).observed.namespace == NamespaceView({"gpu": "yes"})
     scene.api.fail["get"] = [ApiError("GET /api/v1/namespaces/team", 403, "Forbidden", "may not")]
     refused = asyncio.run(Namespaces(scene.api).view("team", NOW))
     assert refused == NamespaceView(error="it has no right to get namespaces: may not")
