@@ -170,7 +170,7 @@ FAULTS = (FailureClass.INTERNAL, FailureClass.COLLECTIVE, FailureClass.NON_FINIT
 
 async def _live(world: World, recording: Recording, rng: random.Random, numbers: Iterator[int], lives: int) -> None:
     """Jobs run, fail, end and are deleted until the operator has died often enough."""
-    world.weather.deaths, world.weather.faults = 0.015, 0.05
+    world.weather.deaths, world.weather.faults = 0.02, 0.05
     while world.num_lives <= lives:
         for _ in range(int(SCRAPE_SECONDS)):
             if world.operator is None or not world.operator.is_alive:
@@ -199,7 +199,7 @@ async def _live(world: World, recording: Recording, rng: random.Random, numbers:
                 world.nodes.end(pod, rng.choice(FAULTS))
         for job in jobs:
             chance = rng.random()
-            if chance < (0.1 if is_true(job, "Finished") else 0.004):
+            if chance < (0.5 if is_true(job, "Finished") else 0.004):
                 world.remove_job(job, rng.choice(["Background", "Foreground"]))
             elif chance < 0.006:
                 world.edit_run(job, cancel=True)
@@ -218,15 +218,15 @@ async def _rest(world: World, recording: Recording) -> None:
 
 
 async def _story(world: World, witness: Witness, recording: Recording, rng: random.Random) -> tuple[float, Witness]:
-    """The time of an hour without a scrape in the middle, and what had happened before it."""
+    """A time in the middle, after a quarter of an hour without a scrape, and what had happened before that."""
     numbers = itertools.count(1)
     world.start_operator()
     world.invariants.counted_faults = True
     await _live(world, recording, rng, numbers, KILLS // 2)
     await _rest(world, recording)
-    before, middle = copy.copy(witness), recording.now + 3000.0
+    before, middle = copy.copy(witness), recording.now + 900.0
     before.ended, before.restarts = witness.ended.copy(), witness.restarts.copy()
-    recording.missed_until = recording.now + 3600.0
+    recording.missed_until = recording.now + 1200.0
     await _live(world, recording, rng, numbers, KILLS)
     for job in world.server.all(JOBS):
         if not is_true(job, "Finished"):
