@@ -127,6 +127,16 @@ def test_what_cannot_be_read_is_not_called_right(field: str, names: list[str]) -
     assert exit_code([*checks, *judge(replace(HEALTHY, served=[]))]) == 1
 
 
+def test_labels_of_the_namespace_are_judged_if_the_profile_asks_for_them() -> None:
+    labelled = replace(HEALTHY, profile=BY_LABEL, namespace_labels={"gpu": "yes"})
+    assert by_id(labelled)["profile"].outcome.value == "passed"
+    unread = by_id(replace(labelled, namespace_labels=NO_ANSWER))["profile"]
+    assert unread.outcome.value == "unknown"
+    assert "may `get` the Namespace team" in unread.fix
+    elsewhere = BY_LABEL.model_copy(update={"allowed_namespaces": ["other"]})
+    assert by_id(replace(labelled, profile=elsewhere))["profile"].outcome.value == "failed"
+
+
 def test_a_version_of_an_unknown_form_and_pods_that_never_meet_prove_nothing() -> None:
     assert by_id(replace(HEALTHY, server_version="main"))["kubernetes-version"].outcome.value == "unknown"
     apart = by_id(replace(HEALTHY, network=NetworkProbe(reached_before=False, resolved_before=True)))
