@@ -69,7 +69,7 @@ class Reason(StrEnum):
     PROFILE_INVALID = "ProfileInvalid"
     """The FineTuneProfile does not have the shape of one; its administrator has to fix it."""
     PROFILE_NOT_ALLOWED = "ProfileNotAllowed"
-    """The FineTuneProfile is not for jobs of this namespace (`allowedNamespaces`)."""
+    """The FineTuneProfile is not for jobs of this namespace (`allowedNamespaces`, `namespaceSelector`)."""
     CLAIM_NOT_FOUND = "ClaimNotFound"
     """A PersistentVolumeClaim that the job names does not exist in its namespace."""
     PENDING = "Pending"

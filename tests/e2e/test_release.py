@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from finetune_trainer.errors import DestinationRefusedError
 from finetune_trainer.network.retry import TransientError
@@ -92,7 +93,8 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Released]:
         key = read_key(folder / "finetune.key")
         (folder / "finetune.pub").write_text(key.public_key)
         release = Release(f"{registry.host}/team", VERSION, key, COMMIT, plain_http=True)
-        yield Released(registry, release, release.publish_image("operator"), release.publish_chart(), folder)
+        image = release.publish_image("operator")
+        yield Released(registry, release, image, release.publish_chart([image]), folder)
         # At night it has gigabytes of the trainer, which pytest would keep.
         shutil.rmtree(registry.storage)
 
@@ -192,6 +194,22 @@ def test_printed_line_installs_the_released_chart_with_the_released_digests(rele
     assert f"helm.sh/chart: finetune-operator-{VERSION}" in done.stdout
 
 
+def _annotations(released: Released, chart: str, version: str) -> dict[str, str]:
+    done = released.run(f"helm show chart --plain-http oci://{released.registry.host}/{chart} --version {version}")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = yaml.safe_load(done.stdout)["annotations"]
+    return {name.removeprefix("artifacthub.io/"): value for name, value in found.items()}
+
+
+def test_the_released_chart_names_its_images_by_digest(released: Released) -> None:
+    annotations = _annotations(released, "team/charts/finetune-operator", VERSION)
+    image = f"{released.image.reference}@{released.image.digest}"
+    assert yaml.safe_load(annotations["images"]) == [{"name": "finetune-operator", "image": image}]
+    assert annotations["prerelease"] == "false"
+    assert {"category", "crds", "crdsExamples", "license"} < annotations.keys(), "those of the source stay"
+    assert not {"links", "signKey"} & annotations.keys()
+
+
 def test_make_push_brings_the_image_to_the_registry(released: Released) -> None:
     registry = f"{released.registry.host}/pushed"
     # The environment that runs this is there.
@@ -207,15 +225,24 @@ def test_command_publishes_the_same_image_and_prints_what_verifies_it(
     released: Released, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     registry = f"{released.registry.host}/again"
-    arguments = f"--registry {registry} --version 0.9.1 --images operator --plain-http --key {released.folder / 'finetune.key'}"
-    monkeypatch.setattr("sys.argv", ["release", *arguments.split()])
+    arguments = (
+        f"--registry {registry} --version 0.9.1-rc.1 --images operator --plain-http --key {released.folder / 'finetune.key'}"
+    )
+    links = "--link source=https://git.example/finetune?at=1 --link support=https://chat.example"
+    monkeypatch.setattr("sys.argv", ["release", *arguments.split(), *links.split()])
     monkeypatch.setattr(command, "source_commit", lambda tree: COMMIT)
     assert command.main() == 0
     printed = capsys.readouterr().out
     image = f"{registry}/finetune-operator@{released.image.digest}"
     assert f"\ncosign verify --key finetune.pub --insecure-ignore-tlog=true {image}\n" in printed
     assert (released.folder / "finetune.pub").read_text() in printed
-    assert f"helm install finetune oci://{registry}/charts/finetune-operator --version 0.9.1 " in printed
+    assert f"helm install finetune oci://{registry}/charts/finetune-operator --version 0.9.1-rc.1 " in printed
+    annotations = _annotations(released, "again/charts/finetune-operator", "0.9.1-rc.1")
+    assert yaml.safe_load(annotations["links"]) == [
+        {"name": "source", "url": "https://git.example/finetune?at=1"},
+        {"name": "support", "url": "https://chat.example"},
+    ]
+    assert annotations["prerelease"] == "true"
 
 
 def test_make_release_says_what_it_needs() -> None:
@@ -284,6 +311,8 @@ def test_registry_that_refuses_or_does_not_answer_ends_the_release(released: Rel
     [
         ("--registry r.example --version 1 --key k", "--version 1: a release is named by three numbers"),
         ("--registry r.example --version 1.0.0 --key /nonexistent", "openssl pkey"),
+        ("--registry r.example --version 1.0.0 --key k --link source", "--link source: a link is a name and an address"),
+        ("--registry r.example --version 1.0.0 --key k --link a=git.example", "--link a=git.example: a link is a name and an"),
     ],
 )
 def test_command_says_what_is_wrong(

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from finetune_job.failures import FailureClass
-from finetune_job.names import CREDENTIALS_MOUNT, Role
+from finetune_job.names import CREDENTIALS_MOUNT, LABEL_JOB, Role
 from tests.integration.conftest import OperatorFactory
 from tests.integration.kube import Document
 from tests.integration.workload import Workload
@@ -150,6 +150,46 @@ def test_results_for_elsewhere_are_published_last_by_the_one_pod_with_credential
     assert workload.condition("Published")["status"] == "True"
     assert workload.status()["artifacts"] == [{"name": "published", "path": address, "sha256": digest}]
     assert workload.status()["publishAttempt"] == 1
+
+
+def test_results_reach_no_place_outside_that_the_profile_does_not_name(workload: Workload, operator: OperatorFactory) -> None:
+    allowed = {"allowedDestinations": ["oci://registry.test/team", "s3://ours"]}
+    profiles = {f"{workload.namespace}-open": {"publish": allowed}, f"{workload.namespace}-closed": {}}
+    (some, none), writer = profiles, {"secretRef": {"name": "registry-login"}}
+    refused = {
+        "other-host": (some, "oci://registry.evil/team/tuned:v1"),
+        "longer-host": (some, "oci://registry.test.evil/team/tuned:v1"),
+        "longer-team": (some, "oci://registry.test/team-evil/tuned:v1"),
+        "other-bucket": (some, "s3://theirs/tuned"),
+        "hub": (some, "hf://our-org/tuned"),
+        "unset": (none, "oci://registry.test/team/tuned:v1"),
+    }
+    try:
+        for name, spec in profiles.items():
+            kind = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneProfile", "metadata": {"name": name}}
+            workload.kube.create("FineTuneProfile", "", {**kind, "spec": {"trainerImage": "registry.test/trainer:1", **spec}})
+        for name, (profile, destination) in refused.items():
+            workload.apply(name, profile=profile, output={"destination": destination, **writer})
+        operator()
+        for name, (profile, destination) in refused.items():
+            message = workload.wait_for("Validated", "False", "Refused", name=name)["message"]
+            assert message.startswith("destination-not-allowed: spec.output.destination: "), name
+            (finding,) = [one for one in workload.status(name)["findings"] if one["severity"] == "error"]
+            assert (finding["rule"], finding["value"]) == ("destination-not-allowed", destination)
+            assert ("oci://registry.test/team, s3://ours" if profile == some else "no destination outside") in finding["message"]
+            workload.wait_for("Stalled", "True", "Refused", name=name)
+            assert "startTime" not in workload.status(name)
+        # The operator does launch what the same profile allows, and that alone.
+        workload.apply(profile=some, output={"destination": "oci://registry.test/team/tuned:v1", **writer})
+        workload.wait_for_pods(Role.PREFLIGHT)
+        for kind in ("Job", "Pod", "NetworkPolicy", "Service"):
+            launched = {item["metadata"]["labels"][LABEL_JOB] for item in workload.kube.list(kind, workload.namespace)}
+            assert launched <= {"tune"}, kind
+        plans = [one["metadata"]["name"] for one in workload.kube.list("ConfigMap", workload.namespace)]
+        assert [one for one in plans if one.endswith("-plan")] == ["tune-plan"]
+    finally:
+        for name in profiles:
+            workload.kube.delete("FineTuneProfile", "", name)
 
 
 def test_missing_claim_stalls_until_it_is_there(workload: Workload, operator: OperatorFactory) -> None:
@@ -316,6 +356,35 @@ def test_a_job_made_anew_under_its_old_name_waits_for_what_the_old_one_leaves(
     workload.kube.patch("Job", workload.namespace, job["metadata"]["name"], {"metadata": {"finalizers": None}})
     old = pod["metadata"]["uid"]
     workload.wait(lambda: [one for one in workload.pods(Role.PREFLIGHT) if one["metadata"]["uid"] != old], "a pod of the new job")
+
+
+def test_a_profile_is_for_namespaces_by_their_labels(workload: Workload, operator: OperatorFactory) -> None:
+    name = f"{workload.namespace}-labelled"
+    selector = {"matchLabels": {"team.example/gpus": "yes"}, "matchExpressions": [{"key": "frozen", "operator": "DoesNotExist"}]}
+    kind = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneProfile"}
+    spec = {"trainerImage": "registry.test/trainer:1", "namespaceSelector": selector}
+    workload.kube.create("FineTuneProfile", "", {**kind, "metadata": {"name": name}, "spec": spec})
+    try:
+        workload.apply(profile=name)
+        operator()
+        stalled = workload.wait_for("Stalled", "True", "ProfileNotAllowed")
+        assert "whose labels are not those of its namespaceSelector" in stalled["message"]
+        assert workload.batch_jobs(Role.PREFLIGHT) == []
+        labels = {"metadata": {"labels": {"team.example/gpus": "yes"}}}
+        workload.kube.patch("Namespace", "", workload.namespace, labels)
+        time.sleep(2.1)  # how long the operator believes labels
+        # It would look again after half a minute by itself.
+        workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"run": {"retry": 1}}})
+        workload.wait_for_pods(Role.PREFLIGHT)
+        # What has started is not judged again, and what comes later is.
+        workload.kube.patch("Namespace", "", workload.namespace, {"metadata": {"labels": {"frozen": ""}}})
+        time.sleep(2.1)
+        workload.apply("late", profile=name, output={"destination": "pvc://results/late"})
+        workload.wait_for("Stalled", "True", "ProfileNotAllowed", name="late")
+        workload.succeed(Role.PREFLIGHT)
+        workload.wait_for_pods(Role.TRAIN)
+    finally:
+        workload.kube.delete("FineTuneProfile", "", name)
 
 
 def test_jobs_of_a_namespace_wait_in_line_and_the_oldest_goes_first(workload: Workload, operator: OperatorFactory) -> None:

@@ -14,7 +14,7 @@ from finetune_cli.checks.cluster import UnknownFact
 from finetune_cli.cluster.client import ClusterClient
 from finetune_cli.cluster.read_facts import read_facts
 from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed
-from tests.integration.kube import Kube
+from tests.integration.kube import Kube, RefusedError
 from tests.integration.workload import Workload
 from tests.support.cluster.errors import wait_until
 from tests.support.command_rights import page_section
@@ -28,6 +28,7 @@ IN_NAMESPACES: Mapping[str, tuple[str, ...]] = {
     "finetunejobs.finetune.dev": VERBS,
     "finetunejobs.finetune.dev/status": VERBS,
     "finetunejobs.finetune.dev/finalizers": VERBS,
+    "namespaces": VERBS,
     "secrets": VERBS,
     "configmaps": VERBS,
     "services": VERBS,
@@ -65,7 +66,7 @@ OF_THE_CLUSTER: Mapping[str, tuple[str, ...]] = {
     "groups": ("impersonate",),
 }
 NEVER = {"secrets", "pods/exec", "pods/attach", "pods/portforward", "pods/ephemeralcontainers", "serviceaccounts/token"} | {
-    name for name in OF_THE_CLUSTER if not name.startswith("finetuneprofiles.")
+    name for name in OF_THE_CLUSTER if not name.startswith("finetuneprofiles.") and name != "namespaces"
 }
 """Resources of which nobody here may do anything."""
 HEAD = """# Rights
@@ -232,6 +233,16 @@ def test_everybody_may_do_what_the_page_says(
     assert [answer for answer in answers if answer[1] in NEVER] == []
     status = {(who, verb) for who, resource, verb in answers if resource.endswith(".finetune.dev/status")}
     assert status == {("operator", "patch"), ("operator of one namespace", "patch")}
+    assert {(who, verb) for who, resource, verb in answers if resource == "namespaces"} == {
+        ("operator", "get"),
+        ("operator of one namespace", "get"),
+    }
+    # A Role gives the right to the Namespace itself, and to no other.
+    one, groups = subjects["operator of one namespace"]
+    alone = installed.kube.acting_as(one, groups)
+    assert alone.get("Namespace", "", workload.namespace) is not None
+    with pytest.raises(RefusedError, match="403"):
+        alone.get("Namespace", "", "kube-system")
     text = "\n".join(
         [HEAD, *(line for place, each in found.items() for line in (f"## {place}", "", *table(each))), page_section()]
     )

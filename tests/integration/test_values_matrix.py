@@ -4,6 +4,7 @@ objects. And all of them wrong: each is refused by its name.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -14,8 +15,11 @@ import pytest
 import yaml
 
 from tests.integration.conftest import CHART, Installed
+from tests.integration.kube import Document, Kube, RefusedError
 from tests.support.cluster.errors import ClusterError, wait_until
+from tests.support.monitoring_definitions import GROUP, SPECS, definitions
 from tests.support.pairwise import pairwise
+from tests.support.prometheus import rendered
 
 pytestmark = pytest.mark.integration
 DIGEST = "sha256:" + "0" * 64
@@ -105,8 +109,8 @@ SAMPLES: Mapping[str, list[Any]] = {
     ],
 }
 """Of values that are no flags, choices or numbers: the default and others."""
-NOT_SERVED = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
-"""Kinds of the Prometheus operator, which this API server does not have."""
+FREE_KEYS = ("matchLabels", "labels", "annotations")
+"""Of the Prometheus operator's kinds: maps whose keys the user chooses."""
 
 
 def leaves(node: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -159,7 +163,28 @@ def template(installed: Installed, values: Mapping[str, Any], file: Path) -> lis
     return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
 
 
-def test_any_two_values_together_make_objects_that_the_api_server_takes(installed: Installed, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def monitoring(installed: Installed) -> Iterator[Kube]:
+    """The API server, with the kinds of the Prometheus operator."""
+    kube = installed.kube
+    names = [kube.create("CustomResourceDefinition", "", each)["metadata"]["name"] for each in definitions()]
+    wait_until(lambda: all(is_served(kube, name) for name in names), "the kinds of the Prometheus operator", 60)
+    yield kube
+    for name in names:
+        kube.delete("CustomResourceDefinition", "", name)
+
+
+def is_served(kube: Kube, name: str) -> bool:
+    try:
+        kube.request("GET", f"/apis/{GROUP}/v1/{name.partition('.')[0]}")
+    except RefusedError:
+        return False
+    return True
+
+
+def test_any_two_values_together_make_objects_that_the_api_server_takes(
+    installed: Installed, monitoring: Kube, tmp_path: Path
+) -> None:
     rows = pairwise({place: choices(place, said) for place, said in leaves(schema())})
     assert 10 < len(rows) < 60
     found = {}
@@ -174,8 +199,9 @@ def test_any_two_values_together_make_objects_that_the_api_server_takes(installe
         row["crds.enabled"] = False
         for document in template(installed, nested(row), tmp_path / "values.json"):
             found[json.dumps(document, sort_keys=True)] = document
-    documents = [document for document in found.values() if document["kind"] not in NOT_SERVED]
+    documents = list(found.values())
     kinds = {document["kind"] for document in documents}
+    assert SPECS.keys() <= kinds
     assert {"Deployment", "PodDisruptionBudget", "NetworkPolicy", "ValidatingAdmissionPolicy", "Role", "ConfigMap"} <= kinds
     namespaces = ("matrix-a", "matrix-b", "matrix-system")
     for name in namespaces:
@@ -195,6 +221,49 @@ def test_any_two_values_together_make_objects_that_the_api_server_takes(installe
         for name in namespaces:
             installed.kube.delete("Namespace", "", name)
     assert len(made) == len(documents)
+
+
+def fields_of(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Paths of all named fields; of a list, those of its first entry of each form."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield (*path, key)
+            if key not in FREE_KEYS:
+                yield from fields_of(value, (*path, key))
+    elif isinstance(node, list):
+        forms = {tuple(sorted(each)): number for number, each in reversed(list(enumerate(node))) if isinstance(each, dict)}
+        for number in forms.values():
+            yield from fields_of(node[number], (*path, number))
+
+
+def with_field(document: Document, path: tuple[str | int, ...], name: str, value: Any) -> Document:
+    """A copy whose field at `path` has this name and value."""
+    copied: Document = copy.deepcopy(document)
+    node: Any = copied["spec"]
+    for part in path[:-1]:
+        node = node[part]
+    del node[path[-1]]
+    node[name] = value
+    return copied
+
+
+def test_a_wrong_field_or_type_in_a_monitor_or_rule_is_refused(monitoring: Kube) -> None:
+    settings = [f"metrics.{name}.create=true" for name in ("service", "serviceMonitor", "podMonitor", "prometheusRule")]
+    secured = ("metrics.authentication=true", "metrics.tls.secretName=metrics-tls")
+    documents = [each for each in rendered(*settings, *secured) if each["kind"] in SPECS]
+    assert {each["kind"] for each in documents} == SPECS.keys()
+    tried = 0
+    for document in documents:
+        path = f"/apis/{GROUP}/v1/namespaces/default/{document['kind'].lower()}s?dryRun=All&fieldValidation=Strict"
+        document["metadata"]["namespace"] = "default"
+        monitoring.request("POST", path, document)
+        for place in fields_of(document["spec"]):
+            name = str(place[-1])
+            for wrong in (with_field(document, place, f"{name}x", "x"), with_field(document, place, name, {"x": {"x": 1}})):
+                tried += 1
+                with pytest.raises(RefusedError, match=name):
+                    monitoring.request("POST", path, wrong)
+    assert tried > 60
 
 
 def test_the_definitions_are_rendered_with_and_without_keeping_them(installed: Installed, tmp_path: Path) -> None:

@@ -6,13 +6,19 @@ The truth is written down by a witness who sees every change of the server, and 
 from __future__ import annotations
 
 import asyncio
+import copy
+import itertools
 import random
+import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from finetune_cli.local.launch import free_port
 from finetune_job.failures import FailureClass
 from finetune_operator.cluster.kinds import JOBS, PODS
 from finetune_operator.usage_metrics import UsageCollector
@@ -21,11 +27,12 @@ from tests.simulation.controllers import is_over, is_true, phase_of
 from tests.simulation.invariants import ATTEMPT_FIELDS
 from tests.simulation.virtual_time import VirtualLoop, run
 from tests.simulation.world import LAB, TEAM, World, a_manifest, role_of
+from tests.support.prometheus import Prometheus, running_prometheus
 
 KILLS = 100
 SCRAPE_SECONDS = 15.0
 GPUS_PER_POD = 4
-Series = tuple[str, tuple[tuple[str, str], ...]]
+METRICS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
 
 @dataclass
@@ -103,43 +110,68 @@ def _record(status: Document, role: str, number: int) -> Document:
 
 
 @dataclass
-class Prometheus:
-    """Adds up increases as PromQL does: the first value of a series is no increase, and a lower one is a new beginning."""
+class Recording:
+    """What Prometheus would have scraped, as OpenMetrics text with times. Some scrapes are missed."""
 
-    latest: dict[Series, float] = field(default_factory=dict)
-    increase: Counter[Series] = field(default_factory=Counter)
-    resets: int = 0
+    world: World
+    rng: random.Random
+    lines: list[str] = field(default_factory=list)
+    missed_until: float = 0.0
 
-    def scrape(self, world: World) -> None:
-        process = world.running_operator()
-        if process is None:
+    @property
+    def now(self) -> float:
+        return self.world.loop.now().timestamp()
+
+    def scrape(self) -> None:
+        process = self.world.running_operator()
+        if process is None or self.now < self.missed_until or self.rng.random() < 0.1:
             return
         registry = CollectorRegistry()
         registry.register(UsageCollector(process.accounts.totals))
         for family in registry.collect():
             for sample in family.samples:
-                key = (sample.name, tuple(sorted(sample.labels.items())))
-                before = self.latest.get(key)
-                if before is not None:
-                    self.resets += sample.value < before
-                    self.increase[key] += sample.value - (before if sample.value >= before else 0.0)
-                self.latest[key] = sample.value
+                # Buckets and sums are not compared.
+                if sample.name.endswith(("_total", "_count")):
+                    labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items())
+                    self.lines.append(f"{sample.name}{{{labels}}} {sample.value} {self.now}")
+
+
+@dataclass
+class Counted:
+    """Increases between two times, by the documented expression."""
+
+    prometheus: Prometheus
+    begin: float
+    end: float
 
     def by(self, name: str, *labels: str) -> Counter[tuple[str, ...]]:
-        found: Counter[tuple[str, ...]] = Counter()
-        for (metric, pairs), value in self.increase.items():
-            if metric == name and value:
-                found[tuple(dict(pairs)[label] for label in labels)] += value
-        return found
+        (documented,) = re.findall(r"```promql\n(.*?)```", METRICS_PAGE.read_text(), re.DOTALL)
+        for written, wanted in (
+            ("(team, outcome)", f"({','.join(labels)})"),
+            ("finetune_gpu_seconds_total", name),
+            ("30d", f"{self.end - self.begin:.0f}s"),
+        ):
+            assert written in documented
+            documented = documented.replace(written, wanted)
+        return self._asked(documented, labels)
+
+    def ordinary(self, name: str, *labels: str) -> Counter[tuple[str, ...]]:
+        """What `increase` makes of it. Right at the time of a scrape if every series began at zero, in this range."""
+        return self._asked(f"sum by ({','.join(labels)}) (increase({name}[{self.end - self.begin:.0f}s]))", labels)
+
+    def _asked(self, query: str, labels: tuple[str, ...]) -> Counter[tuple[str, ...]]:
+        found = self.prometheus.query(query, self.end)
+        values = {tuple(each["metric"][label] for label in labels): float(each["value"][1]) for each in found}
+        return Counter({key: value for key, value in values.items() if value})
 
 
 FAULTS = (FailureClass.INTERNAL, FailureClass.COLLECTIVE, FailureClass.NON_FINITE, FailureClass.PREEMPTED)
 
 
-async def _live(world: World, prometheus: Prometheus, rng: random.Random) -> None:
+async def _live(world: World, recording: Recording, rng: random.Random, numbers: Iterator[int], lives: int) -> None:
     """Jobs run, fail, end and are deleted until the operator has died often enough."""
-    number = 0
-    while world.num_lives <= KILLS:
+    world.weather.deaths, world.weather.faults = 0.02, 0.05
+    while world.num_lives <= lives:
         for _ in range(int(SCRAPE_SECONDS)):
             if world.operator is None or not world.operator.is_alive:
                 world.start_operator()
@@ -147,11 +179,11 @@ async def _live(world: World, prometheus: Prometheus, rng: random.Random) -> Non
             if process := world.running_operator():
                 process.deliver_all()
             await asyncio.sleep(1.0)
-        prometheus.scrape(world)
+        recording.scrape()
         world.admit_all()
         jobs = world.server.all(JOBS)
         if len(jobs) < 4:
-            number += 1
+            number = next(numbers)
             space = rng.choice([TEAM, LAB])
             manifest = a_manifest(space, f"tune-{number}", nodes=rng.choice([1, 2, 3]), queueName="gpus", maxRestarts=1)
             manifest["spec"]["parallelism"]["processesPerNode"] = GPUS_PER_POD
@@ -167,7 +199,7 @@ async def _live(world: World, prometheus: Prometheus, rng: random.Random) -> Non
                 world.nodes.end(pod, rng.choice(FAULTS))
         for job in jobs:
             chance = rng.random()
-            if chance < (0.1 if is_true(job, "Finished") else 0.004):
+            if chance < (0.5 if is_true(job, "Finished") else 0.004):
                 world.remove_job(job, rng.choice(["Background", "Foreground"]))
             elif chance < 0.006:
                 world.edit_run(job, cancel=True)
@@ -178,49 +210,83 @@ async def _live(world: World, prometheus: Prometheus, rng: random.Random) -> Non
         world.check()
 
 
-async def _story(world: World, prometheus: Prometheus, rng: random.Random) -> None:
+async def _rest(world: World, recording: Recording) -> None:
+    world.weather.deaths = world.weather.faults = 0.0
+    for _ in range(20):
+        await world.rest(1, succeed=False)
+        recording.scrape()
+
+
+async def _story(world: World, witness: Witness, recording: Recording, rng: random.Random) -> tuple[float, Witness]:
+    """A time in the middle, after a quarter of an hour without a scrape, and what had happened before that."""
+    numbers = itertools.count(1)
     world.start_operator()
     world.invariants.counted_faults = True
-    world.weather.deaths, world.weather.faults = 0.015, 0.05
-    await _live(world, prometheus, rng)
-    world.weather.deaths = world.weather.faults = 0.0
+    await _live(world, recording, rng, numbers, KILLS // 2)
+    await _rest(world, recording)
+    before, middle = copy.copy(witness), recording.now + 900.0
+    before.ended, before.restarts = witness.ended.copy(), witness.restarts.copy()
+    recording.missed_until = recording.now + 1200.0
+    await _live(world, recording, rng, numbers, KILLS)
     for job in world.server.all(JOBS):
         if not is_true(job, "Finished"):
             world.edit_run(job, cancel=True)
-    for _ in range(20):
-        await world.rest(1, succeed=False)
-        prometheus.scrape(world)
+    await _rest(world, recording)
+    return middle, before
 
 
-def test_increases_add_up_over_a_hundred_deaths_of_the_operator_and_deletions_of_jobs() -> None:
-    loop, prometheus = VirtualLoop(), Prometheus()
+def test_increases_add_up_over_a_hundred_deaths_of_the_operator_and_deletions_of_jobs(tmp_path: Path) -> None:
+    loop = VirtualLoop()
     world = World(loop, random.Random("counters"))
-    witness = Witness(world)
+    witness, recording = Witness(world), Recording(world, random.Random("scrapes"))
     world.server.watchers.append(witness.saw)
     profile: dict[str, Any] = {"gpu": {"memory": "80Gi", "pricePerHour": "2.50"}}
     world.people_prepare([], profile)
-    run(_story(world, prometheus, random.Random("story")), loop)
+    begin = recording.now - 3600.0
+    middle, before = run(_story(world, witness, recording, random.Random("story")), loop)
 
-    found = prometheus.by("finetune_gpu_seconds_total", "outcome")
-    total = sum(found.values())
-    print(
-        f"{world.num_lives} lives, {witness.deleted_jobs} jobs deleted, {sum(witness.ended.values())} ended, "
-        f"{sum(witness.restarts.values())} restarts, {len(witness.held)} pods, "
-        f"{total:.0f} of {witness.gpu_seconds:.0f} GPU seconds ({dict(found)})"
-    )
+    past = "\n".join((*recording.lines, "# EOF\n"))
+    with running_prometheus(tmp_path / "prometheus", free_port(), [], {"groups": []}, past) as prometheus:
+        _compare(prometheus, witness, begin, recording.now)
+        # No scrape is near the beginning of this range, and most series are not at zero there.
+        late = Counted(prometheus, middle, recording.now)
+        assert late.by(*ENDED) == witness.ended - before.ended
+        assert late.by(*RESTARTS) == witness.restarts - before.restarts
+        assert 0 < sum(before.ended.values()) < sum(witness.ended.values())
+        print(
+            f"{len(recording.lines)} samples; of {sum(late.by(*ENDED).values())} ended in the second half, an ordinary increase"
+        )
+        print(f"shows {sum(late.ordinary(*ENDED).values())}")
     assert world.num_lives > KILLS
+
+
+ENDED = ("finetune_jobs_total", "namespace", "result", "reason")
+RESTARTS = ("finetune_restarts_total", "namespace", "class", "counted")
+
+
+def _compare(prometheus: Prometheus, witness: Witness, begin: float, end: float) -> None:
+    counted, window = Counted(prometheus, begin, end), f"[{end - begin:.0f}s]"
+    found = counted.by("finetune_gpu_seconds_total", "outcome")
+    total = sum(found.values())
+    ordinary = sum(counted.ordinary("finetune_gpu_seconds_total", "outcome").values())
+    print(
+        f"{witness.deleted_jobs} jobs deleted, {sum(witness.ended.values())} ended, "
+        f"{sum(witness.restarts.values())} restarts, {len(witness.held)} pods, {total:.0f} of {witness.gpu_seconds:.0f} "
+        f"GPU seconds ({dict(found)}), by an ordinary increase {ordinary:.0f}"
+    )
     assert witness.deleted_jobs > 20
     assert len(witness.restarts) > 3
     assert len(witness.ended) > 4
-    assert prometheus.resets == 0
-    assert prometheus.by("finetune_jobs_total", "namespace", "result", "reason") == witness.ended
-    assert prometheus.by("finetune_restarts_total", "namespace", "class", "counted") == witness.restarts
+    for name in ("jobs_total", "restarts_total", "gpu_seconds_total", "cost_total", "phase_duration_seconds_count"):
+        (resets,) = prometheus.query(f"sum(resets(finetune_{name}{window}))", end)
+        assert float(resets["value"][1]) == 0, name
+    assert counted.by(*ENDED) == counted.ordinary(*ENDED) == witness.ended
+    assert counted.by(*RESTARTS) == counted.ordinary(*RESTARTS) == witness.restarts
+    assert abs(total - ordinary) < 1e-6 * total
     assert abs(total - witness.gpu_seconds) < 0.01 * witness.gpu_seconds
-    cost = sum(prometheus.by("finetune_cost_total", "team").values())
+    cost = sum(counted.by("finetune_cost_total", "team").values())
     assert abs(cost - total / 3600 * 2.5) < 1e-6 * cost
-    (phases,) = {
-        value for (phase,), value in prometheus.by("finetune_phase_duration_seconds_count", "phase").items() if phase == "pending"
-    }
-    assert phases == witness.started, "each job's phases are observed once"
+    phases = counted.by("finetune_phase_duration_seconds_count", "phase")
+    assert phases[("pending",)] == witness.started, "each job's phases are observed once"
     assert 0 < witness.stepped < witness.started
-    assert sum(prometheus.by("finetune_time_to_first_step_seconds_count", "queue").values()) == witness.stepped
+    assert sum(counted.by("finetune_time_to_first_step_seconds_count", "queue").values()) == witness.stepped

@@ -34,6 +34,7 @@ from finetune_operator.decide.observed import (
     JobConditionView,
     JobView,
     LiveChildren,
+    NamespaceView,
     Observed,
     PlaceInLine,
     PodView,
@@ -159,6 +160,7 @@ class ObservedBuilder:
     refused_write: RefusedWrite | None = None
     line: PlaceInLine | None = None
     profile: ProfileView | None = None
+    namespace: NamespaceView | None = None
     role: Role = Role.PREFLIGHT
     progress: Progress | None = None
     gang_nodes: GangNodesView | None = None
@@ -318,6 +320,7 @@ class ObservedBuilder:
                 status=self.status,
             ),
             profile=self.profile or ProfileView("default", self.job.profile),
+            namespace=self.namespace,
             batch_jobs=self.batch_jobs,
             pods=self.pods,
             plan=plan,

@@ -44,15 +44,16 @@ class Prometheus:
     def __init__(self, address: str) -> None:
         self._address = address
 
-    def query(self, expression: str) -> list[Document]:
-        """Samples of an instant query."""
-        found: list[Document] = self._get("query", query=expression)["data"]["result"]
+    def query(self, expression: str, at: float | None = None) -> list[Document]:
+        """Samples of an instant query. `at`: seconds since 1970; None: now."""
+        time = {} if at is None else {"time": str(at)}
+        found: list[Document] = self._get("query", query=expression, **time)["data"]["result"]
         return found
 
-    def are_targets_up(self) -> bool:
-        """Whether every target has been scraped."""
+    def are_targets_up(self, number: int) -> bool:
+        """Whether there are this many targets or more, and each has been scraped."""
         targets = self._get("targets")["data"]["activeTargets"]
-        return bool(targets) and all(target["health"] == "up" for target in targets)
+        return len(targets) >= number and all(target["health"] == "up" for target in targets)
 
     def _get(self, path: str, **parameters: str) -> Document:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -62,9 +63,16 @@ class Prometheus:
 
 
 @contextmanager
-def running_prometheus(directory: Path, port: int, scrape_configs: list[Document], rules: Document) -> Iterator[Prometheus]:
-    """Scrapes and evaluates each second."""
+def running_prometheus(
+    directory: Path, port: int, scrape_configs: list[Document], rules: Document, past: str = ""
+) -> Iterator[Prometheus]:
+    """Scrapes and evaluates each second. `past`: what it has scraped before, as OpenMetrics text with times."""
     directory.mkdir()
+    if past:
+        (directory / "past").write_text(past)
+        # One block, for each takes another reading of the whole text.
+        blocks = ("create-blocks-from", "--max-block-duration=30d", "openmetrics", "--quiet")
+        run_command(ensure_binaries().promtool, "tsdb", *blocks, directory / "past", directory / "data")
     (directory / "rules.json").write_text(json.dumps(rules))
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
@@ -84,7 +92,7 @@ def running_prometheus(directory: Path, port: int, scrape_configs: list[Document
     def answers() -> bool:
         process.check_running()
         try:
-            return prometheus.are_targets_up()
+            return prometheus.are_targets_up(1 if scrape_configs else 0)
         except OSError:
             return False
 

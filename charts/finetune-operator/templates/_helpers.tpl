@@ -139,6 +139,10 @@ No Secrets: pods name them, the operator never reads them. No creating of pods: 
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
   verbs: [get, create]
+# The labels of a job's namespace, if its profile has a namespaceSelector. A Role gives the right to its own namespace.
+- apiGroups: [""]
+  resources: [namespaces]
+  verbs: [get]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, create]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -73,6 +73,8 @@ class ClusterFacts:
     operators: Sequence[OperatorDeployment] | UnknownFact
     profile: FineTuneProfileSpec | UnknownFact | None
     """None: there is no profile of that name."""
+    namespace_labels: Mapping[str, str] | UnknownFact | None
+    """None: the profile does not ask for them."""
     may_create_jobs: bool | UnknownFact
     storage_classes: Sequence[StorageClass] | UnknownFact
     network: NetworkProbe | UnknownFact | None
@@ -103,7 +105,7 @@ def judge(facts: ClusterFacts) -> list[Check]:
         _version(facts.server_version),
         _definitions(facts.served),
         _operator(facts.operators),
-        _profile(facts.profile_name, facts.namespace, facts.profile),
+        _profile(facts.profile_name, facts.namespace, facts.profile, facts.namespace_labels),
         _permission(facts.namespace, facts.may_create_jobs),
         _storage(facts.profile, facts.storage_classes),
         *_network(facts.network),
@@ -171,7 +173,12 @@ def _operator(found: Sequence[OperatorDeployment] | UnknownFact) -> Check:
     )
 
 
-def _profile(profile: str, namespace: str, found: FineTuneProfileSpec | UnknownFact | None) -> Check:
+def _profile(
+    profile: str,
+    namespace: str,
+    found: FineTuneProfileSpec | UnknownFact | None,
+    labels: Mapping[str, str] | UnknownFact | None,
+) -> Check:
     name = "profile"
     if isinstance(found, UnknownFact):
         return _unknown(name, found, "ask for a role with `get` on the FineTuneProfile: the chart makes one for each profile")
@@ -181,6 +188,18 @@ def _profile(profile: str, namespace: str, found: FineTuneProfileSpec | UnknownF
             CheckOutcome.FAILED,
             f"there is no FineTuneProfile {profile}",
             f"add profiles.{profile} to the values of the chart, or name another profile with --profile",
+        )
+    if found.namespace_selector is not None and found.allows_namespace(namespace):
+        if isinstance(labels, UnknownFact):
+            return _unknown(
+                name, labels, f"ask somebody who may `get` the Namespace {namespace}: the profile asks for its labels"
+            )
+        return _judged(
+            name,
+            found.namespace_selector.selects(labels or {}),
+            f"jobs in {namespace} may use the FineTuneProfile {profile}, by the labels of the namespace",
+            f"the FineTuneProfile {profile} does not allow jobs in {namespace}: its labels are not those of namespaceSelector",
+            f"ask the platform team to label {namespace}, or name another profile with --profile",
         )
     return _judged(
         name,

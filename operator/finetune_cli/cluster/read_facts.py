@@ -32,6 +32,7 @@ def read_facts(
         served=_fact(lambda: _served(client)),
         operators=_fact(lambda: _operators(client)),
         profile=profile,
+        namespace_labels=_fact(lambda: _labels(client, namespace)) if _asks_for_labels(profile) else None,
         may_create_jobs=_fact(lambda: _may_create_jobs(client, namespace)),
         storage_classes=_fact(lambda: _storage_classes(client)),
         network=None if probe is None else probe(profile if isinstance(profile, FineTuneProfileSpec) else None),
@@ -79,6 +80,14 @@ def _profile(client: ClusterClient, name: str) -> FineTuneProfileSpec | UnknownF
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False)[:5])
         return UnknownFact(f"the FineTuneProfile {name} is not one that this release of `finetune` knows: {problems}")
+
+
+def _asks_for_labels(profile: FineTuneProfileSpec | UnknownFact | None) -> bool:
+    return isinstance(profile, FineTuneProfileSpec) and profile.namespace_selector is not None
+
+
+def _labels(client: ClusterClient, namespace: str) -> dict[str, str]:
+    return dict(client.request("GET", f"/api/v1/namespaces/{quote(namespace, safe='')}")["metadata"].get("labels") or {})
 
 
 def _may_create_jobs(client: ClusterClient, namespace: str) -> bool:

@@ -7,6 +7,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from finetune_job.api.base import ApiModel, RegistryPath, parse_destination
 from finetune_job.api.job import ObjectMeta
+from finetune_job.api.namespace_selector import NamespaceSelector
 from finetune_job.api.pod_settings import NodeLabels, ObjectName, PodsByRole, Quantity
 from finetune_job.api.size import MAX_PROFILE_BYTES, check_size
 
@@ -256,6 +257,8 @@ class FineTuneProfileSpec(ApiModel):
     """Secrets of the job's namespace with which the trainer image is pulled."""
     allowed_namespaces: Annotated[list[NamespacePattern], Field(max_length=256)] | None = None
     """Namespaces whose jobs may name this profile; `team-*` are all that begin with `team-`. Unset: all; empty: none."""
+    namespace_selector: NamespaceSelector | None = None
+    """Labels of the namespaces whose jobs may name this profile, of those that `allowedNamespaces` allows. Unset: all."""
     limits: JobLimits = JobLimits.model_construct()
     """The most that one job may ask for."""
     max_active_jobs: Annotated[int, Field(ge=1, le=100_000)] | None = None
@@ -279,7 +282,7 @@ class FineTuneProfileSpec(ApiModel):
     job whose rehearsal could not be done. Verdicts of earlier rehearsals on the workspace's claim are not used."""
 
     def allows_namespace(self, namespace: str) -> bool:
-        """Whether jobs of this namespace may name the profile."""
+        """Whether jobs of this namespace may name the profile, by the name of the namespace."""
         return self.allowed_namespaces is None or any(
             namespace.startswith(one[:-1]) if one.endswith("*") else namespace == one for one in self.allowed_namespaces
         )

@@ -30,6 +30,7 @@ from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOBS, SERVICES, Kind
 from finetune_operator.cluster.live_reads import LiveReads
+from finetune_operator.cluster.namespaces import Namespaces
 from finetune_operator.cluster.notes import JobNotes, refused_write
 from finetune_operator.cluster.object_key import belongs_to
 from finetune_operator.cluster.projection import CachedObject
@@ -40,6 +41,7 @@ from finetune_operator.decide.blocked import needs_live_list
 from finetune_operator.decide.observed import JobView, Observed, PlaceInLine, ProfileView
 from finetune_operator.decide.stage import attempt_of, current_role, is_ended, is_started, is_terminal
 from finetune_operator.decide.train_stage import queue_of_growth
+from finetune_operator.decide.validate_stage import has_begun
 
 CLAIM_SEEN_SECONDS = 60.0
 """How long a claim that was there is believed to be there still."""
@@ -82,6 +84,7 @@ class Gatherer:
         self._reader = Reader()
         self._workloads = Workloads(api)
         self._live = LiveReads(api, cache)
+        self._namespaces = Namespaces(api)
         self._pending_events_after = pending_events_after
         self._draw = draw
         self._operator_namespace = operator_namespace
@@ -145,6 +148,8 @@ class Gatherer:
             )
         )
         notes.progress = None
+        if profile.spec is not None and profile.spec.namespace_selector is not None and not has_begun(observed):
+            observed = replace(observed, namespace=await self._namespaces.view(job.namespace, now))
         if notes.refused is not None and now < notes.refused.retry_at:
             revisits.append((notes.refused.retry_at - now).total_seconds())
         if needs_live_list(observed):

@@ -6,6 +6,7 @@ belong to somebody else are in `Observed.conflicts`. Times are aware and in UTC.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -43,6 +44,15 @@ class ProfileView:
     """None where it does not exist or does not parse."""
     error: str = ""
     """What the parser said; empty where the profile does not exist."""
+
+
+@dataclass(frozen=True)
+class NamespaceView:
+    """The job's namespace."""
+
+    labels: Mapping[str, str] = field(default_factory=dict)
+    error: str = ""
+    """Why its labels cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +233,8 @@ class Observed:
 
     job: JobView
     profile: ProfileView
+    namespace: NamespaceView | None = None
+    """Read if the profile has a `namespaceSelector` and nothing has begun."""
     operator_namespace: str = ""
     """Where the operator runs, which asks rank 0 for its progress."""
     batch_jobs: tuple[BatchJobView, ...] = ()

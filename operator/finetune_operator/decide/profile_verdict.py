@@ -5,12 +5,39 @@ from __future__ import annotations
 from finetune_job.api.status import Condition, FineTuneProfileStatus
 from finetune_job.conditions import with_condition
 from finetune_job.reasons import ConditionType, Reason
-from finetune_operator.decide.observed import ProfileView
+from finetune_operator.decide.observed import NamespaceView, ProfileView
 
 
 def invalid_profile(profile: ProfileView) -> str:
     """Why a profile that is not valid is not."""
     return f"FineTuneProfile {profile.name!r} is not valid: {profile.error}"
+
+
+def refused_namespace(profile: ProfileView, name: str, namespace: NamespaceView | None) -> str:
+    """Why jobs of the namespace may not name a valid profile; empty if they may. `namespace`: its labels, if the profile asks."""
+    if profile.spec is None or profile.spec.allows_namespace(name):
+        return _refused_by_labels(profile, name, namespace or NamespaceView(error="it was not read"))
+    return (
+        f"FineTuneProfile {profile.name!r} is not for namespace {name!r} (allowedNamespaces). Name another profile, or ask the "
+        "platform team to add the namespace."
+    )
+
+
+def _refused_by_labels(profile: ProfileView, name: str, namespace: NamespaceView) -> str:
+    selector = profile.spec.namespace_selector if profile.spec is not None else None
+    if selector is None:
+        return ""
+    if namespace.error:
+        return (
+            f"FineTuneProfile {profile.name!r} asks for labels of the namespace (namespaceSelector), and the operator cannot "
+            f"read Namespace {name!r}: {namespace.error}. Name another profile, or ask the platform team for the right."
+        )
+    if not selector.selects(namespace.labels):
+        return (
+            f"FineTuneProfile {profile.name!r} is not for namespace {name!r}, whose labels are not those of its "
+            "namespaceSelector. Name another profile, or ask the platform team to label the namespace."
+        )
+    return ""
 
 
 def profile_status(profile: ProfileView, before: list[Condition], *, generation: int, now: str) -> FineTuneProfileStatus:

@@ -25,7 +25,7 @@ from finetune_operator.children.network_policies import network_policies
 from finetune_operator.decide.blocked import wait_for_refused_write
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.pass_result import PassResult, status_findings
-from finetune_operator.decide.profile_verdict import invalid_profile
+from finetune_operator.decide.profile_verdict import invalid_profile, refused_namespace
 from finetune_operator.decide.stage import CONDITION, attempt_of, is_started
 from finetune_operator.decide.times import timestamp
 
@@ -34,7 +34,7 @@ NEAR_PLACES = 10
 FAR_REQUEUE_SECONDS = 300.0
 """For those further behind; the job whose turn it is is woken."""
 REQUEUE_SECONDS = 30.0
-"""For what no watch announces: a claim that somebody creates."""
+"""For what no watch announces: a claim that somebody creates, a label of the namespace."""
 TOO_COMPLEX_MESSAGE = (
     "spec: checking this manifest took longer than the operator may spend on one job. "
     "Shorten it (lora.rankPattern, lora.alphaPattern and method.settings first), "
@@ -97,13 +97,11 @@ def _accepted_plan(observed: Observed, result: PassResult) -> RunPlan | None:
         else:
             _refuse(result, Reason.PROFILE_NOT_FOUND, f"spec.profile: there is no FineTuneProfile {profile.name!r}. Create it.")
         return None
-    if not profile.spec.allows_namespace(job.namespace):
-        _refuse(
-            result,
-            Reason.PROFILE_NOT_ALLOWED,
-            f"spec.profile: FineTuneProfile {profile.name!r} is not for namespace {job.namespace!r} (allowedNamespaces). Name "
-            "another profile, or ask the platform team to add the namespace.",
-        )
+    refused = refused_namespace(profile, job.namespace, observed.namespace)
+    if refused:
+        _refuse(result, Reason.PROFILE_NOT_ALLOWED, f"spec.profile: {refused}")
+        if observed.namespace is not None:
+            result.requeue_after(REQUEUE_SECONDS)
         return None
     findings = evaluate(RuleContext(job.spec, profile.spec))
     result.find(status_findings(findings))

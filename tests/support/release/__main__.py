@@ -16,6 +16,8 @@ from tests.support.release.signing import read_key
 
 _VERSION = re.compile(r"\d+\.\d+\.\d+(-[0-9A-Za-z.-]+)?")
 
+_LINK = re.compile(r"[^=\s][^=]*=https?://[^\s]+")
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.release", description=__doc__)
@@ -23,16 +25,23 @@ def main() -> int:
     parser.add_argument("--version", required=True, help="of images and chart, as in 0.2.0")
     parser.add_argument("--key", required=True, type=Path, help="PEM file with a private key of the curve P-256")
     parser.add_argument("--images", default="all", choices=[*SOURCES, "all"])
+    parser.add_argument(
+        "--link", action="append", default=[], metavar="NAME=URL", help="shown with the chart, as in source=https://git.example/x"
+    )
     parser.add_argument("--plain-http", action="store_true", help="the registry speaks no TLS")
     given = parser.parse_args()
     if not _VERSION.fullmatch(given.version):
         parser.error(f"--version {given.version}: a release is named by three numbers, as in 0.2.0 or 0.2.0-rc.1")
+    for link in given.link:
+        if not _LINK.fullmatch(link):
+            parser.error(f"--link {link}: a link is a name and an address, as in source=https://git.example/finetune")
+    links = dict(link.split("=", 1) for link in given.link)
     try:
         ensure_packages()
         key = read_key(given.key)
-        release = Release(given.registry, given.version, key, source_commit(REPOSITORY), plain_http=given.plain_http)
+        release = Release(given.registry, given.version, key, source_commit(REPOSITORY), given.plain_http, links)
         images = [release.publish_image(which) for which in (SOURCES if given.images == "all" else [given.images])]
-        chart = release.publish_chart()
+        chart = release.publish_chart(images)
     except (ImageError, TrainerError, TransientError) as error:
         print(f"release: {error}", file=sys.stderr)
         return 1

@@ -5,10 +5,13 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tests.support.cluster.binaries import find_binaries
 from tests.support.images import Image, ImageError, build
@@ -44,6 +47,8 @@ class Release:
     commit: str
     """Of the source."""
     plain_http: bool = False
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Name -> address of what belongs to the release, as the chart shows them."""
 
     def publish_image(self, which: str) -> Published:
         """Build the image `trainer` or `operator`, push it, sign it, and attach what is known of it.
@@ -69,12 +74,20 @@ class Release:
         self._sign(published, predicates)
         return published
 
-    def publish_chart(self) -> Published:
-        """Push the chart with the release's version, sign it, and attach its provenance. Raises as `publish_image` does."""
+    def publish_chart(self, images: Sequence[Published]) -> Published:
+        """Push the chart with the release's version, sign it, and attach its provenance. It names these images.
+
+        Raises as `publish_image` does.
+        """
         started, plain = datetime.now(UTC), ("--plain-http",) if self.plain_http else ()
         with tempfile.TemporaryDirectory(prefix="chart-") as directory, timed("chart: push"):
             versions = ("--version", self.version, "--app-version", self.version)
-            helm("package", CHART, *versions, "--destination", directory)
+            chart = Path(directory, "chart", CHART.name)
+            shutil.copytree(CHART, chart)
+            description = yaml.safe_load((chart / "Chart.yaml").read_text())
+            description["annotations"] |= self._annotations(images)
+            (chart / "Chart.yaml").write_text(yaml.safe_dump(description, sort_keys=False))
+            helm("package", chart, *versions, "--destination", directory)
             helm("push", Path(directory) / f"{CHART.name}-{self.version}.tgz", f"oci://{self.registry}/charts", *plain)
         reference = f"{self.registry}/charts/{CHART.name}"
         with repository(reference, plain_http=self.plain_http) as place:
@@ -89,6 +102,15 @@ class Release:
         )
         self._sign(published, {PROVENANCE_TYPE: provenance(made)})
         return published
+
+    def _annotations(self, images: Sequence[Published]) -> dict[str, str]:
+        """What Artifact Hub shows and only a release knows. No `signKey`: that is for PGP, and it finds our signatures itself."""
+        named = [{"name": one.reference.rpartition("/")[2], "image": f"{one.reference}@{one.digest}"} for one in images]
+        found = {"artifacthub.io/images": yaml.safe_dump(named, sort_keys=False)} if named else {}
+        if self.links:
+            links = [{"name": name, "url": url} for name, url in self.links.items()]
+            found["artifacthub.io/links"] = yaml.safe_dump(links, sort_keys=False)
+        return found | {"artifacthub.io/prerelease": "true" if "-" in self.version else "false"}
 
     def _sign(self, published: Published, predicates: dict[str, dict[str, Any]]) -> None:
         payload = signature_payload(published.reference, published.digest)

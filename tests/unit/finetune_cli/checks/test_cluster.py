@@ -20,9 +20,11 @@ from finetune_cli.checks.cluster import (
     exit_code,
     judge,
 )
+from finetune_job.api.namespace_selector import NamespaceSelector
 from finetune_job.api.profile import FineTuneProfileSpec
 
 PROFILE = FineTuneProfileSpec(trainer_image="registry.example/trainer:1")
+BY_LABEL = PROFILE.model_copy(update={"namespace_selector": NamespaceSelector(match_labels={"gpu": "yes"})})
 ISOLATING = NetworkProbe(
     reached_before=True,
     resolved_before=True,
@@ -39,6 +41,7 @@ HEALTHY = ClusterFacts(
     served=["finetunejobs", "finetunejobs/status", "finetuneprofiles"],
     operators=[OperatorDeployment("finetune-system", "finetune", 1)],
     profile=PROFILE,
+    namespace_labels=None,
     may_create_jobs=True,
     storage_classes=[StorageClass("fast", False), StorageClass("shared", True)],
     network=ISOLATING,
@@ -84,6 +87,7 @@ def test_the_oldest_version_is_that_of_the_chart() -> None:
         ({"operators": [OperatorDeployment("system", "ours", 0)]}, "operator", "system/ours"),
         ({"profile": None}, "profile", "no FineTuneProfile default"),
         ({"profile": PROFILE.model_copy(update={"allowed_namespaces": ["research-*"]})}, "profile", "jobs in team"),
+        ({"profile": BY_LABEL, "namespace_labels": {"gpu": "no"}}, "profile", "labels are not those of namespaceSelector"),
         ({"may_create_jobs": False}, "permission", "may not create"),
         ({"storage_classes": [StorageClass("fast", False)]}, "storage-class", "no default"),
         ({"profile": PROFILE.model_copy(update={"storage_class_name": "gone"})}, "storage-class", "gone"),
@@ -121,6 +125,16 @@ def test_what_cannot_be_read_is_not_called_right(field: str, names: list[str]) -
     assert [check.id for check in checks if check.outcome.value == "unknown"] == names
     assert exit_code(checks) == 3
     assert exit_code([*checks, *judge(replace(HEALTHY, served=[]))]) == 1
+
+
+def test_labels_of_the_namespace_are_judged_if_the_profile_asks_for_them() -> None:
+    labelled = replace(HEALTHY, profile=BY_LABEL, namespace_labels={"gpu": "yes"})
+    assert by_id(labelled)["profile"].outcome.value == "passed"
+    unread = by_id(replace(labelled, namespace_labels=NO_ANSWER))["profile"]
+    assert unread.outcome.value == "unknown"
+    assert "may `get` the Namespace team" in unread.fix
+    elsewhere = BY_LABEL.model_copy(update={"allowed_namespaces": ["other"]})
+    assert by_id(replace(labelled, profile=elsewhere))["profile"].outcome.value == "failed"
 
 
 def test_a_version_of_an_unknown_form_and_pods_that_never_meet_prove_nothing() -> None:

@@ -137,6 +137,18 @@ def test_an_answer_of_an_unknown_form_ends_nothing(client: ClusterClient, conten
     assert isinstance(facts_of(client).storage_classes, UnknownFact)
 
 
+def test_labels_of_the_namespace_are_read_if_the_profile_asks_for_them(client: ClusterClient) -> None:
+    place = "/apis/finetune.dev/v1alpha1/finetuneprofiles/default"
+    answer(place, {"spec": {"trainerImage": "trainer:1"}})
+    assert facts_of(client).namespace_labels is None
+    answer(place, {"spec": {"trainerImage": "trainer:1", "namespaceSelector": {"matchLabels": {"gpu": "yes"}}}})
+    assert isinstance(facts_of(client).namespace_labels, UnknownFact)
+    answer("/api/v1/namespaces/team", {"metadata": {"labels": {"gpu": "no"}}})
+    assert facts_of(client).namespace_labels == {"gpu": "no"}
+    answer("/api/v1/namespaces/team", {"metadata": {}})
+    assert facts_of(client).namespace_labels == {}
+
+
 def test_a_profile_of_another_release_is_said_to_be_one(client: ClusterClient) -> None:
     answer("/apis/finetune.dev/v1alpha1/finetuneprofiles/default", {"spec": {"trainerImage": "trainer:1", "novelty": 1}})
     found = facts_of(client).profile

@@ -9,9 +9,11 @@ from finetune_operator.cluster import gather as module
 from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.gather import CLAIM_SEEN_SECONDS, MISSING_RETRY_SECONDS, Gathered, Gatherer
-from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOBS, PODS, PROFILES, Kind
+from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOBS, NAMESPACES, PODS, PROFILES, Kind
+from finetune_operator.cluster.namespaces import Namespaces
 from finetune_operator.cluster.projection import project
 from finetune_operator.cluster.warning_events import WarningEvents
+from finetune_operator.decide.observed import NamespaceView
 from tests.unit.finetune_operator.cluster import objects
 from tests.unit.finetune_operator.cluster.fakes import Clock, FakeApi
 
@@ -76,6 +78,28 @@ def test_profile_missing_malformed_and_good() -> None:
     good = scene.gather().observed.profile
     assert good.spec is not None
     assert good.error == ""
+
+
+def test_labels_of_the_namespace_are_read_for_a_profile_that_asks_until_something_has_begun() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    profile = {"metadata": {"name": "default", "uid": "p"}, "spec": {"trainerImage": "image:1"}}
+    scene.add(PROFILES, profile)
+    assert scene.gather().observed.namespace is None
+    scene.add(PROFILES, {**profile, "spec": {**profile["spec"], "namespaceSelector": {}}})
+    assert scene.gather().observed.namespace == NamespaceView(error="it does not exist")
+    scene.add(NAMESPACES, {"metadata": {"name": "team", "labels": {"gpu": "yes", "odd": 1}}}, seen=False)
+    # Believed for a moment: of many jobs that wait each would ask.
+    assert scene.gather(NOW + timedelta(seconds=1)).observed.namespace == NamespaceView(error="it does not exist")
+    assert scene.gather(NOW + timedelta(seconds=2)).observed.namespace == NamespaceView({"gpu": "yes"})
+    scene.api.fail["get"] = [ApiError("GET /api/v1/namespaces/team", 403, "Forbidden", "may not")]
+    refused = asyncio.run(Namespaces(scene.api).view("team", NOW))
+    assert refused == NamespaceView(error="it has no right to get namespaces: may not")
+    scene.api.fail["get"] = [ApiError("GET /api/v1/namespaces/team", 500, "InternalError", "down")]
+    with pytest.raises(ApiError):
+        asyncio.run(Namespaces(scene.api).view("team", NOW))
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
+    assert scene.gather(NOW + timedelta(seconds=60)).observed.namespace is None
 
 
 def test_claims_are_asked_for_until_seen_and_again_after_a_while() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from finetune_job.api.status import Attempt
 from finetune_job.names import PLAN_KEY
 from finetune_job.plan.digest import canonical_json, plan_sha256, text_sha256
 from finetune_job.reasons import ConditionType, Reason
-from finetune_operator.decide.observed import LiveChildren, LiveJob, LivePod, ProfileView
+from finetune_operator.decide.observed import LiveChildren, LiveJob, LivePod, NamespaceView, ProfileView
 from finetune_operator.decide.reconcile import reconcile
 from tests.support.builders import T0, ObservedBuilder, a_job, a_profile, observing
 from tests.unit.finetune_operator.decide.reading import condition, created, deleted, message, written
@@ -201,6 +203,69 @@ def test_a_profile_is_for_the_namespaces_that_it_names(allowed: list[str] | None
         said = message(actions, ConditionType.STALLED)
         assert "FineTuneProfile 'default' is not for namespace 'team' (allowedNamespaces)" in said
         assert created(actions) == []
+
+
+SELECTORS: list[tuple[dict[str, Any], bool]] = [
+    ({}, True),
+    ({"matchLabels": {"gpu": "yes"}}, True),
+    ({"matchLabels": {"gpu": "yes", "tier": ""}}, True),
+    ({"matchLabels": {"gpu": "no"}}, False),
+    ({"matchLabels": {"gpu": "yes", "other": ""}}, False),
+    ({"matchExpressions": [{"key": "gpu", "operator": "In", "values": ["yes", "maybe"]}]}, True),
+    ({"matchExpressions": [{"key": "gpu", "operator": "In", "values": ["no"]}]}, False),
+    ({"matchExpressions": [{"key": "other", "operator": "In", "values": [""]}]}, False),
+    ({"matchExpressions": [{"key": "gpu", "operator": "NotIn", "values": ["no"]}]}, True),
+    ({"matchExpressions": [{"key": "other", "operator": "NotIn", "values": ["no"]}]}, True),
+    ({"matchExpressions": [{"key": "gpu", "operator": "NotIn", "values": ["yes"]}]}, False),
+    ({"matchExpressions": [{"key": "tier", "operator": "Exists"}]}, True),
+    ({"matchExpressions": [{"key": "other", "operator": "Exists"}]}, False),
+    ({"matchExpressions": [{"key": "other", "operator": "DoesNotExist"}]}, True),
+    ({"matchExpressions": [{"key": "gpu", "operator": "DoesNotExist"}]}, False),
+    ({"matchLabels": {"gpu": "yes"}, "matchExpressions": [{"key": "other", "operator": "Exists"}]}, False),
+]
+
+
+def test_a_profile_is_for_the_namespaces_that_its_selector_selects() -> None:
+    seen = NamespaceView({"gpu": "yes", "tier": "", "kubernetes.io/metadata.name": "team"})
+    for selector, accepted in SELECTORS:
+        actions = reconcile(observing(a_job().with_profile(namespaceSelector=selector)).but(namespace=seen).build(), T0)
+        if accepted:
+            assert condition(actions, ConditionType.VALIDATED)[0] == "True", selector
+        else:
+            assert condition(actions, ConditionType.STALLED) == ("True", Reason.PROFILE_NOT_ALLOWED), selector
+            assert "is not for namespace 'team', whose labels are not those of its namespaceSelector" in message(
+                actions, ConditionType.STALLED
+            )
+            assert (created(actions), actions.requeue_after_seconds) == ([], 30)
+
+
+def test_names_and_labels_of_a_namespace_must_both_be_right_and_unknown_labels_are_wrong() -> None:
+    selector = {"matchLabels": {"gpu": "yes"}}
+    good, unread = NamespaceView({"gpu": "yes"}), NamespaceView(error="it has no right to get namespaces: forbidden")
+    for allowed, namespace, said in (
+        (["other"], good, "(allowedNamespaces)"),
+        (["team"], unread, "the operator cannot read Namespace 'team': it has no right to get namespaces: forbidden."),
+        (None, None, "the operator cannot read Namespace 'team'"),
+    ):
+        job = a_job().with_profile(namespaceSelector=selector, allowedNamespaces=allowed)
+        actions = reconcile(observing(job).but(namespace=namespace).build(), T0)
+        assert condition(actions, ConditionType.STALLED) == ("True", Reason.PROFILE_NOT_ALLOWED)
+        assert said in message(actions, ConditionType.STALLED)
+        assert created(actions) == []
+
+
+@pytest.mark.parametrize(
+    ("requirement", "said"),
+    [
+        ({"key": "gpu", "operator": "In"}, "operator In compares with values"),
+        ({"key": "gpu", "operator": "NotIn", "values": []}, "operator NotIn compares with values"),
+        ({"key": "gpu", "operator": "Exists", "values": ["yes"]}, "operator Exists has no values"),
+        ({"key": "a b", "operator": "Exists"}, "key"),
+    ],
+)
+def test_a_selector_that_kubernetes_would_not_take_is_refused(requirement: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        a_profile(namespaceSelector={"matchExpressions": [requirement]})
 
 
 def test_a_missing_claim_is_named_with_its_field_and_looked_for_again() -> None:
