@@ -106,6 +106,13 @@ class Surroundings:
         self._stack.policies.settle()
         return reached_from(pod_namespace(self._stack.operator_pod()), self.places())
 
+    def readers_of_operator(self) -> dict[str, dict[str, Answer]]:
+        """Who reaches the port of the operator's metrics, by the one who asks, and that the asker has a way out at all."""
+        self._stack.policies.settle()
+        targets = {name: self.places()[name] for name in ("the operator", "a public address")}
+        askers = {"monitoring": self.monitoring, "the neighbour": self.neighbour, "the foreigner": self.foreigner}
+        return {name: reached_from(pod_namespace(pod), targets) for name, pod in askers.items()}
+
     def from_role(self, name: str, role: Role) -> dict[str, Answer]:
         """What the first pod of a role reaches; waits for its start."""
         pod = wait_until(lambda: next(iter(self._stack.pods(name, role)), None), f"a pod of {role}", _START_SECONDS)
