@@ -31,7 +31,7 @@ METADATA_ADDRESS, PUBLIC_ADDRESS = "169.254.169.254", "203.0.113.7"
 _METADATA_PORT, _DNS_PORT, _KUBELET_PORT, _UNUSED_PORT, _OPERATOR_PORT = 80, 53, 10250, 1, 8080
 _PROGRAM = "finetune_trainer"
 _START_SECONDS = 600.0
-_RESTRICTED = {
+RESTRICTED_CONTAINER = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
     "runAsNonRoot": True,
@@ -154,7 +154,7 @@ class Surroundings:
             "name": "probe",
             "image": self._stack.cluster.probe_image,
             "args": ["pause"],
-            "securityContext": _RESTRICTED,
+            "securityContext": RESTRICTED_CONTAINER,
         }
         metadata = {"name": name, "namespace": namespace, "labels": labels}
         self._stack.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [container]}})

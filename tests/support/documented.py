@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +45,15 @@ def doctor_roles(namespace: str) -> list[dict[str, Any]]:
     cluster_role, role = yaml.safe_load_all(block.text)
     role["metadata"]["namespace"] = namespace
     return [cluster_role, role]
+
+
+def path_with(directory: Path, programs: Mapping[str, str]) -> str:
+    """Make scripts of these names and texts in a new directory; a PATH on which they come first."""
+    directory.mkdir()
+    for name, text in programs.items():
+        (directory / name).write_text(text)
+        (directory / name).chmod(0o755)
+    return f"{directory}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
 class DocumentedCommandError(AssertionError):
