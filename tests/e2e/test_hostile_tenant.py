@@ -38,7 +38,7 @@ GROUP = 65532
 CANARY = "canary-of-the-tenant"
 TEXT = "\x1b[2J\x1b]0;owned\x07<script>alert('run')</script>\u202e"
 """Clears a terminal, names its window, runs in a page, and turns what follows around."""
-EVERY, STEPS = 20, 240
+EVERY, STEPS = 10, 60
 FORGED_STEP = 77_777
 POLLS_SECONDS = 17.0
 """In which rank 0 is asked three times."""
@@ -325,6 +325,7 @@ def _poison(stack: Stack, tenant: Tenant, registry: Registry, seen: Seen) -> Non
 
         def stalled() -> dict[str, Any] | None:
             job = stack.job(NAME)
+            assert condition_of(job, "Finished").get("status") != "True", f"{attack} was not refused: {job['status']}"
             is_looked_at = job["status"].get("retryHandled", 0) == retries
             return job if is_looked_at and condition_of(job, "Stalled").get("status") == "True" else None
 
@@ -352,7 +353,8 @@ def _poison(stack: Stack, tenant: Tenant, registry: Registry, seen: Seen) -> Non
     refused("a wrong password")
     keep_login(stack, registry)
     seen.sums = tenant.run("print((job / 'results/SHA256SUMS').read_text(), end='')")
-    weights = min(line.partition("  ")[2] for line in seen.sums.splitlines() if line.endswith(".safetensors"))
+    names = [line.partition("  ")[2] for line in seen.sums.splitlines()]
+    weights = min(name for name in names if name.endswith(".safetensors") and "/" not in name)
     credentials = "../../../../credentials/registry/config.json"
     sums, sums_as_they_were = changed("results/SHA256SUMS")
     line = f"{'0' * 64}  {credentials}{TEXT}\n"
