@@ -95,7 +95,7 @@ class Tenant:
 RIGHTS = [
     {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "get", "list", "watch", "patch", "delete"]},
     {"apiGroups": [""], "resources": ["pods/exec"], "verbs": ["create", "get"]},
-    {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]},
+    {"apiGroups": [""], "resources": ["pods/log", "configmaps"], "verbs": ["get"]},
     {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get", "list"]},
 ]
 
