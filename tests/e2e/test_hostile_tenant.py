@@ -223,7 +223,7 @@ def registry(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(scope="module")
-def seen(stack: Stack, registry: Registry, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def seen(stack: Stack, registry: Registry, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     give_rights(stack)
     tenant, seen = Tenant(stack, tmp_path_factory.mktemp("tenant")), Seen()
     with (stack.claim("data") / "validation.jsonl").open() as validation:
@@ -264,7 +264,8 @@ def seen(stack: Stack, registry: Registry, tmp_path_factory: pytest.TempPathFact
     for command in (("status", NAME), ("logs", NAME, "--stage", "train"), ("list",)):
         program = Path(sys.executable).with_name("finetune")
         seen.printed[command[0]] = run_command(program, *command, "--namespace", NAMESPACE, environment=tenant.environment)
-    return seen
+    yield seen
+    tenant.kubectl("delete", f"finetunejob/{NAME}", "pod/notebook", "--timeout=200s")
 
 
 def _forge_progress(stack: Stack, tenant: Tenant, seen: Seen) -> None:
