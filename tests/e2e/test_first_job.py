@@ -73,14 +73,14 @@ def reader(cluster: NodeCluster, tmp_path: Path) -> Reader:
     """At the top of a checkout of their own, with the two programs on PATH."""
     binaries = cluster.control_plane.binaries
     commands = {"kubectl": f"{binaries.kube} kubectl", "helm": str(binaries.helm)}
-    path = path_with(tmp_path / "programs", {name: f'#!/bin/sh\nexec {command} "$@"\n' for name, command in commands.items()})
+    on_path = path_with(tmp_path / "programs", {name: f'#!/bin/sh\nexec {command} "$@"\n' for name, command in commands.items()})
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     for path in ROOT.iterdir():
         if path.name not in ("build", "runs", ".git"):
             (checkout / path.name).symlink_to(path)
     # The registry of the test has no certificate.
-    environment = {**cluster.environment, "PATH": path, "OPTIONS": "--plain-http"}
+    environment = {**cluster.environment, "PATH": on_path, "OPTIONS": "--plain-http"}
     return Reader(checkout, environment, patience_seconds=3000.0)
 
 

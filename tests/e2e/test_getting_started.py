@@ -72,7 +72,7 @@ def follow(kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     make_home(root / "home")
     programs = {name: KEEPS_ARGUMENTS.format(python=sys.executable, kept=kept) for name in ("vllm", "curl")}
     programs["make"] = f'#!/bin/sh\nexec /usr/bin/make -n -C {ROOT} "$@"\n'
-    path = path_with(root / "bin", programs)
+    path = f"{Path(sys.executable).parent}:{path_with(root / 'bin', programs)}"
     (root / "checkout").mkdir()
     reader = Reader(root / "checkout", os.environ | {"PATH": path, "HOME": str(root / "home")})
     return lambda section: (
@@ -156,7 +156,8 @@ def busybox(stack: Stack, tmp_path: Path) -> Iterator[None]:
 def test_the_same_manifest_succeeds_on_a_cluster_and_its_results_are_downloaded(stack: Stack, tmp_path: Path) -> None:
     """Volumes are root's, 0755, as new ones are."""
     make_home(tmp_path / "home")
-    path = path_with(tmp_path / "bin", {"kubectl": f'#!/bin/sh\nexec {stack.cluster.kubectl_command} "$@"\n'})
+    kubectl = f'#!/bin/sh\nexec {stack.cluster.kubectl_command} "$@"\n'
+    path = f"{Path(sys.executable).parent}:{path_with(tmp_path / 'bin', {'kubectl': kubectl})}"
     (tmp_path / "checkout").mkdir()
     environment = stack.cluster.environment | {"PATH": path, "HOME": str(tmp_path / "home")}
     reader = Reader(tmp_path / "checkout", environment, patience_seconds=1500.0)

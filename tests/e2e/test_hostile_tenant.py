@@ -265,7 +265,7 @@ def seen(stack: Stack, registry: Registry, tmp_path_factory: pytest.TempPathFact
         program = Path(sys.executable).with_name("finetune")
         seen.printed[command[0]] = run_command(program, *command, "--namespace", NAMESPACE, environment=tenant.environment)
     yield seen
-    tenant.kubectl("delete", f"finetunejob/{NAME}", "pod/notebook", "--timeout=200s")
+    tenant.kubectl("delete", f"finetunejob/{NAME}", "pod/notebook", "--grace-period=1", "--timeout=200s")
 
 
 def _forge_progress(stack: Stack, tenant: Tenant, seen: Seen) -> None:

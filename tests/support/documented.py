@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +52,7 @@ def path_with(directory: Path, programs: Mapping[str, str]) -> str:
     for name, text in programs.items():
         (directory / name).write_text(text)
         (directory / name).chmod(0o755)
-    return f"{directory}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return f"{directory}:{os.environ['PATH']}"
 
 
 class DocumentedCommandError(AssertionError):
