@@ -187,12 +187,15 @@ bench-prepare-memory: environment ## Memory of preparing 10 GB: 16 GB of disk, a
 bench-prepare: environment ## Preparing 1 GB of text against datasets.map: MB per second and memory
 	$(PYTHON) -m bench.prepare --runs $(RUNS)
 
-NIGHTLY = nightly-tests nightly-hostile nightly-sweep nightly-idle nightly-pace nightly-benchmarks
+NIGHTLY = nightly-tests nightly-e2e nightly-hostile nightly-sweep nightly-idle nightly-pace nightly-benchmarks
 .PHONY: nightly $(NIGHTLY)
 nightly: environment ## What `make test` leaves out, with seeds and examples that nobody has tried before; a part that fails stops no other
 	$(MAKE) --keep-going SEED=$(NIGHT) kill-test kill-test-elastic kill-test-merge kill-test-publish chaos failures mutants mutants-decisions simulate explore sweep tamper-test $(NIGHTLY)
 nightly-tests: environment
-	$(VENV)/bin/pytest -q -n 2 --dist loadfile -m nightly tests
+	$(VENV)/bin/pytest -q -n 2 --dist loadfile -m nightly --ignore tests/e2e tests
+# One process: a machine holds one cluster with nodes.
+nightly-e2e: environment
+	$(VENV)/bin/pytest -q -m nightly tests/e2e
 nightly-hostile: environment
 	HOSTILE_SEED=$(NIGHT) HOSTILE_OBJECTS=20000 $(VENV)/bin/pytest -q -s tests/integration/test_hostile_objects.py tests/integration/test_hostile_manifests.py
 nightly-sweep: environment

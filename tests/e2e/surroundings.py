@@ -31,7 +31,7 @@ METADATA_ADDRESS, PUBLIC_ADDRESS = "169.254.169.254", "203.0.113.7"
 _METADATA_PORT, _DNS_PORT, _KUBELET_PORT, _UNUSED_PORT, _OPERATOR_PORT = 80, 53, 10250, 1, 8080
 _PROGRAM = "finetune_trainer"
 _START_SECONDS = 600.0
-_RESTRICTED = {
+RESTRICTED_CONTAINER = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
     "runAsNonRoot": True,
@@ -106,6 +106,13 @@ class Surroundings:
         self._stack.policies.settle()
         return reached_from(pod_namespace(self._stack.operator_pod()), self.places())
 
+    def readers_of_operator(self) -> dict[str, dict[str, Answer]]:
+        """Who reaches the port of the operator's metrics, by the one who asks, and that the asker has a way out at all."""
+        self._stack.policies.settle()
+        targets = {name: self.places()[name] for name in ("the operator", "a public address")}
+        askers = {"monitoring": self.monitoring, "the neighbour": self.neighbour, "the foreigner": self.foreigner}
+        return {name: reached_from(pod_namespace(pod), targets) for name, pod in askers.items()}
+
     def from_role(self, name: str, role: Role) -> dict[str, Answer]:
         """What the first pod of a role reaches; waits for its start."""
         pod = wait_until(lambda: next(iter(self._stack.pods(name, role)), None), f"a pod of {role}", _START_SECONDS)
@@ -147,7 +154,7 @@ class Surroundings:
             "name": "probe",
             "image": self._stack.cluster.probe_image,
             "args": ["pause"],
-            "securityContext": _RESTRICTED,
+            "securityContext": RESTRICTED_CONTAINER,
         }
         metadata = {"name": name, "namespace": namespace, "labels": labels}
         self._stack.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [container]}})

@@ -15,19 +15,17 @@ import yaml
 
 from bench.chain import __main__ as chain
 from finetune_job.names import Role
+from tests.e2e.publishing import LOGIN_SECRET, PROFILE, REPOSITORY, keep_login, publishing_registry
 from tests.e2e.surroundings import Surroundings
-from tests.support.cluster import network
-from tests.support.cluster.certificates import CertificateAuthority
 from tests.support.cluster.pod_network import Answer
-from tests.support.registry import PASSWORD, NotThereError, Registry, running_registry
+from tests.support.registry import PASSWORD, NotThereError, Registry
 from tests.support.s3 import SECRET_KEY as S3_SECRET_KEY
-from tests.support.stack import NAMESPACE, ROOT, SYSTEM_NAMESPACE, USER_ID, Stack, condition_of, host_and_port
+from tests.support.stack import NAMESPACE, ROOT, SYSTEM_NAMESPACE, USER_ID, Stack, condition_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 EXAMPLE = "examples/quickstart-cluster.yaml"
 NOT_REHEARSED: dict[str, Any] = {"preflight": {"rehearsal": "Skip"}}
 """Once is enough: the undisturbed job is."""
-PROFILE, LOGIN_SECRET, AUTHORITIES, REPOSITORY = "publishing", "registry-login", "company-ca", "team/tuned"
 
 
 def adapter_bytes(stack: Stack, name: str) -> bytes:
@@ -194,30 +192,15 @@ def test_the_operator_reaches_the_api_server_and_metrics_of_ranks(surroundings: 
     assert surroundings.from_operator() == NOWHERE | dict.fromkeys(expected, "open")
 
 
+def test_only_who_is_named_reads_the_operators_metrics(surroundings: Surroundings) -> None:
+    allowed: dict[str, Answer] = {"the operator": "open", "a public address": "open"}
+    refused = allowed | {"the operator": "nothing"}
+    assert surroundings.readers_of_operator() == {"monitoring": allowed, "the neighbour": refused, "the foreigner": refused}
+
+
 @pytest.fixture(scope="module")
 def registry(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    """A registry that wants a login, and a profile that trusts the private authority which signed its certificate."""
-    directory = tmp_path_factory.mktemp("registry")
-    authority = CertificateAuthority(directory / "authority")
-    with running_registry(directory, network.BRIDGE_ADDRESS, needs_login=True, authority=authority) as running:
-        trusted = {"company.pem": authority.certificate.read_text()}
-        place = {"name": AUTHORITIES, "namespace": NAMESPACE}
-        stack.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": place, "data": trusted})
-        profile = json.loads(stack.cluster.kubectl("get", "finetuneprofile", "default", "--output", "json"))
-        publish = {"allowedDestinations": [f"oci://{running.host}/team"]}
-        bundle = {"configMap": AUTHORITIES, "key": "company.pem"}
-        address, port = host_and_port(f"//{running.host}")
-        named = profile["spec"]["network"]["destinations"]
-        reached = {"destinations": [*named, {"cidr": f"{address}/32", "ports": [port]}]}
-        stack.apply(
-            {
-                "apiVersion": profile["apiVersion"],
-                "kind": profile["kind"],
-                "metadata": {"name": PROFILE},
-                "spec": profile["spec"]
-                | {"publish": publish, "network": profile["spec"]["network"] | reached, "caBundle": bundle},
-            }
-        )
+    with publishing_registry(stack, tmp_path_factory.mktemp("registry")) as running:
         yield running
 
 
@@ -306,19 +289,6 @@ def kill_a_rank(stack: Stack, name: str) -> None:
     )
     victim = next(pod for pod in stack.pods(name, Role.TRAIN) if pod["metadata"]["name"].startswith(f"{name}-train-0-1"))
     stack.kill_container(victim)
-
-
-def keep_login(stack: Stack, registry: Registry) -> None:
-    """Put the registry's login into the Secret that the job names."""
-    stack.apply(
-        {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "type": "kubernetes.io/dockerconfigjson",
-            "metadata": {"name": LOGIN_SECRET, "namespace": NAMESPACE},
-            "stringData": {".dockerconfigjson": registry.docker_config()},
-        }
-    )
 
 
 def assert_no_trace_of_credentials(stack: Stack, name: str) -> None:

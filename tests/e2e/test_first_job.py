@@ -6,7 +6,6 @@ What surrounds the reader is made here: a node, a registry, a storage class with
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import pytest
 from tests.support.cluster import network
 from tests.support.cluster.node_cluster import NodeCluster
 from tests.support.cluster.requirements import unsupported_reason
-from tests.support.documented import ROOT, Reader, blocks_of
+from tests.support.documented import ROOT, Reader, blocks_of, path_with
 from tests.support.registry import Registry, running_registry
 from tests.support.volumes import volume
 
@@ -72,19 +71,16 @@ def volumes(cluster: NodeCluster, tmp_path: Path) -> None:
 @pytest.fixture
 def reader(cluster: NodeCluster, tmp_path: Path) -> Reader:
     """At the top of a checkout of their own, with the two programs on PATH."""
-    programs = tmp_path / "programs"
-    programs.mkdir()
     binaries = cluster.control_plane.binaries
-    for name, command in (("kubectl", f"{binaries.kube} kubectl"), ("helm", str(binaries.helm))):
-        (programs / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
-        (programs / name).chmod(0o755)
+    commands = {"kubectl": f"{binaries.kube} kubectl", "helm": str(binaries.helm)}
+    on_path = path_with(tmp_path / "programs", {name: f'#!/bin/sh\nexec {command} "$@"\n' for name, command in commands.items()})
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     for path in ROOT.iterdir():
         if path.name not in ("build", "runs", ".git"):
             (checkout / path.name).symlink_to(path)
     # The registry of the test has no certificate.
-    environment = {**cluster.environment, "PATH": f"{programs}:{os.environ['PATH']}", "OPTIONS": "--plain-http"}
+    environment = {**cluster.environment, "PATH": on_path, "OPTIONS": "--plain-http"}
     return Reader(checkout, environment, patience_seconds=3000.0)
 
 

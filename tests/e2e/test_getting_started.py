@@ -1,4 +1,5 @@
-"""docs/getting-started.md on one machine, block by block, with a tiny Llama and a chat file in place of the reader's.
+"""docs/getting-started.md on one machine and on a cluster, block by block, with a tiny Llama and a chat file in place of the
+reader's.
 
 Real: the manifest, every `finetune` command, the results, and Python with PEFT and transformers. Stand-ins on the path, because
 this machine has no GPU and no network: `make` (says what it would do), `vllm` (keeps its arguments) and `curl` (keeps its). What
@@ -9,8 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,13 +24,18 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune_trainer.release.files import ReleaseLayout
-from tests.support.documented import ROOT, Reader, blocks_of
+from tests.support.cluster.images import write_program_image
+from tests.support.cluster.requirements import install_packages
+from tests.support.documented import ROOT, Block, Reader, blocks_of, path_with
+from tests.support.stack import STORAGE_CLASS, Stack
 from tests.support.tiny_model import write_tiny_llama
 from tests.support.vllm_layout import check_adapter, check_model
+from tests.support.volumes import volume
 from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 PAGE = ROOT / "docs/getting-started.md"
+BUSYBOX = "docker.io/library/busybox:1.37"
 SECTIONS = ("The manifest", "On one machine with GPUs", "Serve it")
 KEEPS_ARGUMENTS = '#!{python}\nimport json, sys\nopen("{kept}", "a").write(json.dumps(sys.argv) + "\\n")\n'
 CHATML = (
@@ -63,12 +72,8 @@ def follow(kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     make_home(root / "home")
     programs = {name: KEEPS_ARGUMENTS.format(python=sys.executable, kept=kept) for name in ("vllm", "curl")}
     programs["make"] = f'#!/bin/sh\nexec /usr/bin/make -n -C {ROOT} "$@"\n'
-    (root / "bin").mkdir()
-    for name, text in programs.items():
-        (root / "bin" / name).write_text(text)
-        (root / "bin" / name).chmod(0o755)
+    path = f"{Path(sys.executable).parent}:{path_with(root / 'bin', programs)}"
     (root / "checkout").mkdir()
-    path = f"{root / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     reader = Reader(root / "checkout", os.environ | {"PATH": path, "HOME": str(root / "home")})
     return lambda section: (
         {block.text.partition("\n")[0]: reader.run(PAGE, block) for block in blocks_of(PAGE, section=section)}
@@ -129,6 +134,51 @@ def test_from_a_llama_and_a_chat_file_to_a_served_adapter(
     assert merged == ["serve", "runs/claims/results/support-bot/merged", "--served-model-name", "support-bot"]
     assert json.loads(asked[asked.index("--data") + 1])["model"] == "support-bot"
     assert asked[0] == "http://localhost:8000/v1/chat/completions"
+
+
+@pytest.fixture
+def busybox(stack: Stack, tmp_path: Path) -> Iterator[None]:
+    """The image that the page names, made of Debian's program: the nodes have no way to a registry."""
+    if shutil.which("busybox") is None:
+        install_packages(["busybox-static"])
+    archive = tmp_path / "busybox.tar"
+    write_program_image(archive, Path(shutil.which("busybox") or ""), ["sh"], names=("sleep", "tar", "test"))
+    for node in stack.cluster.nodes:
+        node.images.load(archive, BUSYBOX)
+    yield
+    for node in stack.cluster.nodes:
+        node.images.untag(BUSYBOX)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("busybox")
+def test_the_same_manifest_succeeds_on_a_cluster_and_its_results_are_downloaded(stack: Stack, tmp_path: Path) -> None:
+    """Volumes are root's, 0755, as new ones are."""
+    make_home(tmp_path / "home")
+    kubectl = f'#!/bin/sh\nexec {stack.cluster.kubectl_command} "$@"\n'
+    path = f"{Path(sys.executable).parent}:{path_with(tmp_path / 'bin', {'kubectl': kubectl})}"
+    (tmp_path / "checkout").mkdir()
+    environment = stack.cluster.environment | {"PATH": path, "HOME": str(tmp_path / "home")}
+    reader = Reader(tmp_path / "checkout", environment, patience_seconds=1500.0)
+    for number in range(4):
+        directory = stack.directory / "claims" / f"support-{number}"
+        directory.mkdir(mode=0o755)
+        stack.apply(volume("support", directory.name, directory, storage_class=STORAGE_CLASS, size="100Gi"))
+    (manifest,) = blocks_of(PAGE, section="The manifest")
+    *before, ended, served = blocks_of(PAGE, section="On a cluster")
+    for block in (manifest, *before):
+        reader.run(PAGE, block)
+    assert "Succeeded" in reader.run(PAGE, ended)
+    reader.run(PAGE, served)
+    (download,) = re.findall(r"`(finetune download\s[^`]+)`", PAGE.read_text())
+    reader.run(PAGE, Block("sh", " ".join(download.split()), 0))
+    results = reader.checkout / "results"
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=results, check=True)
+    assert json.loads((results / "verification.json").read_text())["passed"] is True
+    check_adapter(results / "adapter", tmp_path / "home/models/Llama-3.1-8B-Instruct")
+    check_model(results / "merged")
+    stack.cluster.kubectl("delete", "namespace", "support", "--timeout=200s")
 
 
 LAYOUTS = {

@@ -1,5 +1,6 @@
 """The four core cases and bad input on a real cluster: refused with field, value, reason and fix, and no GPU pod."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import yaml
 
 from finetune_job.names import Role
 from tests.support.cluster.errors import ClusterError
-from tests.support.stack import NAMESPACE, RELEASE, ROOT, SYSTEM_NAMESPACE, Stack, condition_of
+from tests.support.stack import CLAIMS, NAMESPACE, RELEASE, ROOT, SYSTEM_NAMESPACE, Stack, condition_of
+from tests.support.volumes import bound_claim, volume
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 REFUSED = sorted((ROOT / "examples/refused").glob("*.yaml"))
@@ -46,6 +48,27 @@ def test_the_charts_own_test_passes(stack: Stack) -> None:
     # Helm shows the log once for each object of the test.
     lines = {line for line in said.splitlines() if line.startswith(("passed:", "failed:"))}
     assert [line.partition(":")[0] for line in lines] == ["passed"] * 4
+
+
+@pytest.mark.nightly
+def test_the_charts_own_test_runs_a_job_to_its_end(stack: Stack) -> None:
+    """The optional one, on CPU cores, in the namespace of the release."""
+    for name in CLAIMS:
+        stack.apply(
+            volume(SYSTEM_NAMESPACE, name, stack.claim(name), storage_class=""),
+            bound_claim(SYSTEM_NAMESPACE, name),
+        )
+    spec = yaml.safe_load((ROOT / "examples/quickstart.yaml").read_text())["spec"]
+    release = (RELEASE, ROOT / "charts/finetune-operator", "--namespace", SYSTEM_NAMESPACE)
+    stack.cluster.helm("upgrade", *release, "--reuse-values", "--wait", "--set-json", f"test.job={json.dumps(spec)}")
+    try:
+        said = stack.cluster.helm("test", RELEASE, "--namespace", SYSTEM_NAMESPACE, "--logs", "--timeout", "15m")
+        assert "passed: the FineTuneJob of the values succeeds" in said
+        assert "failed:" not in said
+        assert json.loads((stack.claim("models-out") / "quickstart/verification.json").read_text())["passed"] is True
+        assert stack.objects("finetunejobs", namespace=SYSTEM_NAMESPACE) == []
+    finally:
+        stack.cluster.helm("rollback", RELEASE, "--namespace", SYSTEM_NAMESPACE, "--wait")
 
 
 def test_there_are_manifests_for_both_gates() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Mapping
@@ -43,6 +44,15 @@ def doctor_roles(namespace: str) -> list[dict[str, Any]]:
     cluster_role, role = yaml.safe_load_all(block.text)
     role["metadata"]["namespace"] = namespace
     return [cluster_role, role]
+
+
+def path_with(directory: Path, programs: Mapping[str, str]) -> str:
+    """Make scripts of these names and texts in a new directory; a PATH on which they come first."""
+    directory.mkdir()
+    for name, text in programs.items():
+        (directory / name).write_text(text)
+        (directory / name).chmod(0o755)
+    return f"{directory}:{os.environ['PATH']}"
 
 
 class DocumentedCommandError(AssertionError):

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-_SIZE = {"storage": "10Gi"}
-
+_SIZE = "10Gi"
 
 _EVERY_NODE = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "kubernetes.io/os", "operator": "In", "values": ["linux"]}]}]}
 
 
-def volume(namespace: str, name: str, directory: Path, *, storage_class: str) -> dict[str, Any]:
+def volume(namespace: str, name: str, directory: Path, *, storage_class: str, size: str = _SIZE) -> dict[str, Any]:
     """A volume on a directory of this machine; without a class it is kept for the claim of its name.
 
     A local volume: the kubelet demands that the directory is there, and gives its files to the group of a pod that has one
@@ -23,7 +22,7 @@ def volume(namespace: str, name: str, directory: Path, *, storage_class: str) ->
         "kind": "PersistentVolume",
         "metadata": {"name": f"{namespace}-{name}"},
         "spec": {
-            "capacity": _SIZE,
+            "capacity": {"storage": size},
             "accessModes": ["ReadWriteMany"],
             "local": {"path": str(directory)},
             "nodeAffinity": {"required": _EVERY_NODE},
@@ -43,6 +42,6 @@ def bound_claim(namespace: str, name: str) -> dict[str, Any]:
             "accessModes": ["ReadWriteMany"],
             "storageClassName": "",
             "volumeName": f"{namespace}-{name}",
-            "resources": {"requests": _SIZE},
+            "resources": {"requests": {"storage": _SIZE}},
         },
     }

@@ -76,6 +76,17 @@ def write_durably(path: Path, content: bytes) -> None:
     sync_directory(path.parent)
 
 
+def remove_tree(path: Path) -> None:
+    """Remove what has this name, if anything has: a directory with all below it, or a file or link, which is not followed.
+
+    Raises OSError.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def publish_directory(temporary: Path, final: Path) -> None:
     """Rename a complete directory, whose files are durable, to its final name, which must not exist."""
     sync_directory(temporary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from datetime import datetime
 from typing import NamedTuple
 
 import aiohttp
@@ -81,16 +82,19 @@ class ProgressPoll:
         return sum(await asyncio.gather(*(poll(held) for held in training)))
 
     def rank_zero(self, held: CachedObject) -> PodView | None:
-        """The pod of rank 0 of the current training attempt, if it runs."""
+        """The pod of rank 0 of the current training attempt, if it runs.
+
+        A Job adopts every pod with its labels, whoever made it, and deletes one too many of an index: that one is asked last.
+        """
         attempt = held.summary.attempt if held.summary is not None else -1
-        newest: PodView | None = None
+        found: PodView | None = None
         for item in self._cache.pods_of(held.key.uid):
             pod = item.pod
             if pod is None or pod.role is not Role.TRAIN or pod.attempt != attempt or pod.node_rank or not pod.pod_ip:
                 continue
-            if pod.phase == "Running" and not pod.gone and (newest is None or pod.created > newest.created):
-                newest = pod
-        return newest
+            if pod.phase == "Running" and not pod.gone and (found is None or _precedence(pod) > _precedence(found)):
+                found = pod
+        return found
 
     async def _ask(self, session: aiohttp.ClientSession, held: CachedObject, pod: PodView) -> None:
         host = f"[{pod.pod_ip}]" if ":" in pod.pod_ip else pod.pod_ip
@@ -108,3 +112,7 @@ class ProgressPoll:
         self._told[uid] = told
         self._gatherer.note_progress(uid, progress)
         self._wake(JobKey(held.key.namespace, held.key.name))
+
+
+def _precedence(pod: PodView) -> tuple[bool, datetime]:
+    return pod.deletion_requested is None, pod.created

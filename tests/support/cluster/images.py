@@ -26,15 +26,16 @@ def probe_image_name(probe: Path) -> str:
     return f"{PROBE_REPOSITORY}:{hashlib.sha256(probe.read_bytes()).hexdigest()[:12]}"
 
 
-def write_program_image(archive: Path, program: Path, command: Sequence[str]) -> None:
-    """Write an OCI archive of an image that holds one static program at the root.
+def write_program_image(archive: Path, program: Path, command: Sequence[str], names: Sequence[str] = ()) -> None:
+    """Write an OCI archive of an image that holds one static program at the root, and in /bin under further names.
 
     Args:
         archive: file to write.
         program: executable that needs no other file.
         command: arguments of the program when the pod gives none.
+        names: by which a pod may also start it, for a program that asks how it was called.
     """
-    layer = _layer_of(program)
+    layer = _layer_of(program, names)
     blobs: dict[str, bytes] = {}
 
     def add(data: bytes, media_type: str) -> dict[str, Any]:
@@ -62,10 +63,14 @@ def write_program_image(archive: Path, program: Path, command: Sequence[str]) ->
             _add_file(tar, f"blobs/sha256/{digest}", data)
 
 
-def _layer_of(program: Path) -> bytes:
+def _layer_of(program: Path, names: Sequence[str]) -> bytes:
     layer = io.BytesIO()
     with tarfile.open(fileobj=layer, mode="w") as tar:
         _add_file(tar, program.name, program.read_bytes(), mode=0o755)
+        for name in names:
+            link = tarfile.TarInfo(f"bin/{name}")
+            link.type, link.linkname = tarfile.SYMTYPE, f"/{program.name}"
+            tar.addfile(link)
     return layer.getvalue()
 
 

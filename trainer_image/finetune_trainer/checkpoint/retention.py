@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from finetune_trainer.checkpoint.manifest import Manifest, Origin, read_manifest, step_of
 from finetune_trainer.errors import CheckpointError
-from finetune_trainer.files import TEMPORARY_MARK
+from finetune_trainer.files import TEMPORARY_MARK, remove_tree
 
 log = logging.getLogger(__name__)
 FEWEST_KEPT = 2
@@ -43,9 +42,9 @@ def prune(root: Path, keep: int, origin: Origin) -> None:
     directories = {step: path for path in checkpoint_directories(root) if (step := step_of(path.name)) is not None}
     for step in outdated({step: _manifest(path, origin) for step, path in directories.items()}, keep):
         doomed = directories[step].with_name(f"{directories[step].name}{TEMPORARY_MARK}removed")
-        shutil.rmtree(doomed, ignore_errors=True)
+        remove_tree(doomed)
         directories[step].rename(doomed)
-        shutil.rmtree(doomed)
+        remove_tree(doomed)
 
 
 def remove_leftovers(root: Path) -> None:
@@ -53,7 +52,7 @@ def remove_leftovers(root: Path) -> None:
     if root.is_dir():
         for path in root.glob(f"*{TEMPORARY_MARK}*"):
             log.info("removing %s, which was left incomplete", path.name)
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            remove_tree(path)
 
 
 def _manifest(directory: Path, origin: Origin) -> Manifest | None:

@@ -35,7 +35,7 @@ from finetune_trainer.checkpoint.manifest import (
 from finetune_trainer.checkpoint.retention import prune
 from finetune_trainer.checkpoint.state import PARAMETER, ParameterRange, agreed_optimizer_entry, state_form
 from finetune_trainer.errors import NO_SPACE, REFUSED_WRITES, DiskFullSaveError, SaveError
-from finetune_trainer.files import TEMPORARY_MARK, publish_directory, write_durably
+from finetune_trainer.files import TEMPORARY_MARK, publish_directory, remove_tree, write_durably
 from finetune_trainer.ranks.gang import EntryName, Gang
 from finetune_trainer.weights.rounding import TORCH_DTYPES
 
@@ -152,9 +152,8 @@ def _write(path: Path, taken: Snapshot, outcome: list[FileEntry | BaseException]
 
 def _publish(temporary: Path, final: Path, manifest: Manifest) -> None:
     write_durably(temporary / MANIFEST, manifest.encode())
-    if final.exists():
-        # Only a checkpoint that was refused while loading can be here: a valid one would have been resumed from.
-        shutil.rmtree(final)
+    # Only a checkpoint that was refused while loading can be here: a valid one would have been resumed from.
+    remove_tree(final)
     publish_directory(temporary, final)
 
 

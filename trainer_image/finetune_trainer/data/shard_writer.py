@@ -33,7 +33,14 @@ from finetune_trainer.data.shards import (
     shard_name,
     table_name,
 )
-from finetune_trainer.files import TEMPORARY_MARK, publish_directory, sync_directory, temporary_beside, write_durably
+from finetune_trainer.files import (
+    TEMPORARY_MARK,
+    publish_directory,
+    remove_tree,
+    sync_directory,
+    temporary_beside,
+    write_durably,
+)
 
 COPY_BYTES = 1 << 20
 """Read and written at a time."""
@@ -77,8 +84,7 @@ class Staging:
         body = {"version": FORMAT_VERSION, "files": files, **facts}
         data_hash = manifest_digest(body)
         write_durably(self.path / MANIFEST_FILE, encoded_manifest({**body, "data_hash": data_hash}))
-        if self._directory.exists():
-            shutil.rmtree(self._directory)
+        remove_tree(self._directory)
         publish_directory(self.path, self._directory)
         return data_hash
 

@@ -28,6 +28,7 @@ from finetune_trainer.files import (
     open_beneath,
     publish_directory,
     read_own,
+    remove_tree,
     sha256_beneath,
     sync_file,
     temporary_beside,
@@ -237,8 +238,7 @@ def publish_copy(source: Path, final: Path) -> None:
             except SpecialFileError as error:
                 raise CheckpointError(f"{path}: {error.strerror}", "delete it: training wrote plain files alone") from error
             sync_file(temporary / path.name)
-        if final.exists():
-            shutil.rmtree(final)
+        remove_tree(final)
         publish_directory(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -30,6 +30,7 @@ from finetune_trainer.files import (
     file_sha256,
     licence_files,
     publish_directory,
+    remove_tree,
     sync_file,
     temporary_beside,
     write_durably,
@@ -79,8 +80,7 @@ def export(context: RunContext, checkpoint: Path, manifest: Manifest, fixed: Map
             # As they are in memory, so that the file is compared with what was trained and not with itself.
             facts[TENSORS_KEY] = tensor_descriptions(_export_adapter(context, temporary, checkpoint, manifest, fixed))
         digest = _write_manifest(temporary, facts)
-        if final.exists():
-            shutil.rmtree(final)
+        remove_tree(final)
         publish_directory(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -138,6 +138,17 @@ def test_other_pods_are_not_asked(pod: dict[str, Any]) -> None:
     assert polled.asked == []
 
 
+def test_a_pod_that_the_job_adopted_and_deletes_is_not_asked() -> None:
+    adopted = running()
+    later = {"creationTimestamp": "2026-01-02T03:05:05Z", "deletionTimestamp": "2026-01-02T03:06:05Z"}
+    adopted["metadata"] |= {"name": "forger", "uid": "forger-uid"} | later
+    polled = Polled()
+    for pod in (running(), adopted):
+        polled.scene.add(PODS, pod)
+    polled.rounds(good)
+    assert polled.said_by("tune-train-0-0-uid") == PROGRESS
+
+
 def test_job_that_does_not_train_is_not_asked() -> None:
     polled = Polled()
     polled.scene.add(PODS, running())

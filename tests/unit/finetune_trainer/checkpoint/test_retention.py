@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from finetune_job.layout import checkpoint_name
 from finetune_trainer.checkpoint.manifest import MANIFEST, step_of
-from finetune_trainer.checkpoint.retention import checkpoint_directories, outdated
+from finetune_trainer.checkpoint.retention import checkpoint_directories, outdated, remove_leftovers
+from finetune_trainer.files import TEMPORARY_MARK
 from tests.unit.finetune_trainer.checkpoint.saved_models import manifest_of, write
 
 
@@ -30,6 +31,21 @@ def test_the_best_checkpoint_stays_while_a_kept_one_names_it(tmp_path: Path) -> 
     assert [step_of(path.name) for path in checkpoint_directories(tmp_path)] == [5, 4, 2]
     write(tmp_path, 6, best_step=5)
     assert [step_of(path.name) for path in checkpoint_directories(tmp_path)] == [6, 5]
+
+
+def test_links_and_files_with_the_names_of_checkpoints_are_removed_and_not_followed(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    for directory in (root, elsewhere):
+        directory.mkdir()
+    (elsewhere / "kept").touch()
+    (root / checkpoint_name(1)).touch()
+    for name in (checkpoint_name(2), checkpoint_name(4), f"planted{TEMPORARY_MARK}x"):
+        (root / name).symlink_to(elsewhere)
+    remove_leftovers(root)
+    for step in (3, 4):
+        write(root, step, keep=2)
+    assert sorted(path.name for path in root.iterdir()) == ["latest", checkpoint_name(3), checkpoint_name(4)]
+    assert [path.name for path in elsewhere.iterdir()] == ["kept"]
 
 
 @given(st.dictionaries(st.integers(0, 50), st.none() | st.integers(0, 50), max_size=12), st.integers(0, 5), st.data())
