@@ -18,6 +18,7 @@ from finetune_job.plan.digest import canonical_json
 from tests.integration.test_change_commands import MANIFEST
 from tests.integration.test_commands import Caller, caller
 from tests.support.builders import a_job
+from tests.support.cluster.errors import wait_until
 from tests.support.command_rights import COMMANDS, USE
 from tests.support.played_pods import LABEL, played_pods
 from tests.unit.finetune_cli.jobs import objects
@@ -100,7 +101,7 @@ def test_each_command_works_with_its_rights_and_names_each_that_is_missing(
         return text.replace("{word}", word)
 
     answers: dict[str, object] = {}
-    with played_pods(kube, namespace, workspace, monkeypatch):
+    with played_pods(kube, namespace, workspace, monkeypatch, {"running-train-1-0": "ready"}):
         for each in COMMANDS:
             line, _ = TOLD[each.command]
             for left_out in each.needed:
@@ -134,6 +135,5 @@ def test_each_command_works_with_its_rights_and_names_each_that_is_missing(
 def end_job(caller: Caller, name: str) -> None:
     """As an operator would, once it is there."""
     kube, namespace = caller.workload.kube, caller.workload.namespace
-    while kube.get("FineTuneJob", namespace, name) is None:
-        pass
+    wait_until(lambda: kube.get("FineTuneJob", namespace, name), f"the job {name}", 60)
     kube.patch("FineTuneJob", namespace, name, {"status": copy.deepcopy(objects.SUCCEEDED["status"])}, "status")

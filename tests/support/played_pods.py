@@ -29,8 +29,10 @@ def printed(command: list[str], claims: Path) -> bytes:
 
 
 @contextmanager
-def played_pods(kube: Kube, namespace: str, claims: Path, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Play them in a namespace."""
+def played_pods(
+    kube: Kube, namespace: str, claims: Path, patch: pytest.MonkeyPatch, logs: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Play them in a namespace. logs: of other pods, by their names."""
     made: dict[str, Document] = {}
     ended = threading.Event()
     real_lines, real_output = ClusterClient.lines, ClusterClient.output_of
@@ -49,9 +51,10 @@ def played_pods(kube: Kube, namespace: str, claims: Path, patch: pytest.MonkeyPa
         self: ClusterClient, path: str, query: Mapping[str, str] | None = None, silence_seconds: float | None = 30.0
     ) -> Iterator[str]:
         found = list(real_lines(self, path, query, silence_seconds))
-        pod = made.get(path.split("/")[-2])
+        name = path.split("/")[-2]
         # Of a pod that no node has, the API server gives an empty log.
-        yield from found or (["ready"] if pod is None else printed(_command(pod), claims).decode().splitlines())
+        text = printed(_command(made[name]), claims).decode() if name in made else (logs or {}).get(name, "")
+        yield from found or text.splitlines()
 
     def output_of(
         self: ClusterClient, place: str, pod: str, container: str, command: list[str], silence_seconds: float = 30.0
