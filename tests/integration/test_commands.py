@@ -163,15 +163,14 @@ def test_logs_and_archives_say_what_is_missing(caller: Caller) -> None:
     assert "missing: events: you may not list events" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["checkpoints", "reproduce"])
-def test_the_pod_that_reads_a_workspace_is_admitted_and_deleted(caller: Caller, command: str) -> None:
+def test_the_pod_that_reads_a_workspace_is_admitted_and_deleted(caller: Caller) -> None:
     kube, namespace = caller.workload.kube, caller.workload.namespace
     kube.patch("Namespace", "", namespace, {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}})
     plan = {"metadata": {"name": "succeeded-plan"}, "data": {"plan.json": canonical_json(a_job().plan())}}
     kube.create("ConfigMap", namespace, plan)
-    user = caller.with_rights(rights_of(f"{command} JOB").needed)
+    user = caller.with_rights(rights_of("checkpoints JOB").needed)
     with ThreadPoolExecutor() as threads:
-        answer = threads.submit(user, f"{command} succeeded")
+        answer = threads.submit(user, "checkpoints succeeded")
         made = wait_until(lambda: kube.list("Pod", namespace, "finetune.dev/reader"), "the pod that reads", 60)
         # Nothing runs pods here, so this kubelet reports what one would of a claim that cannot be mounted.
         name = made[0]["metadata"]["name"]
