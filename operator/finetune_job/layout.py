@@ -145,6 +145,11 @@ class OutputLayout:
         return self.root / "report.html"
 
     @property
+    def report_data(self) -> Path:
+        """The same for programs."""
+        return self.root / "report.json"
+
+    @property
     def provenance(self) -> Path:
         """An in-toto statement: what was made, from what, by what."""
         return self.root / "provenance.json"

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune_job.api.base import Dtype
-from finetune_job.api.output import MergeBase
+from finetune_job.api.output import AccessMode, MergeBase
 from finetune_job.api.training import ActivationCheckpointing, Precision
 from finetune_job.finding import FieldChange
 from finetune_job.method_settings import effective_settings
 from finetune_job.methods import METHODS, Family, lora_kind
+from finetune_job.names import workspace_claim_name
 from finetune_job.plan.resolve_model import DEFAULT_DOUBLE_QUANT, DEFAULT_QUANT_TYPE
 from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
 from finetune_job.rules.rule import changes_text
@@ -25,7 +26,8 @@ from finetune_memory.estimate import Estimate
 SHORTEST_SEQUENCE = 256
 """Tokens; shorter ones would drop most of the records of most data sets."""
 MAX_RANKS_FACTOR = 16
-_MIN_NODES = "parallelism.elastic.minNodes"
+_MIN_NODES, _NODES = "parallelism.elastic.minNodes", "parallelism.nodes"
+_ACCESS_MODE = "workspace.volumeClaimTemplate.accessMode"
 _SHRINK_COST, _RECOMPUTE_COST, _RANKS_COST, _QUANTISE_COST, _ENLARGE_COST, _SHORTEN_COST = 1, 3, 20, 60, 100, 200
 
 
@@ -203,11 +205,29 @@ def _ranks(plan: RunPlan) -> list[_Change]:
     while times <= MAX_RANKS_FACTOR:
         # Whole nodes: how many devices one has nobody has said. Of an elastic gang the fewest nodes have to suffice.
         size = nodes * times
-        changed = (("parallelism.nodes", size), *(((_MIN_NODES, size),) if fewest is not None else ()))
+        changed = ((_NODES, size), *_shared_workspace(plan), *(((_MIN_NODES, size),) if fewest is not None else ()))
         more = _updated("parallelism", nodes=size, min_nodes=None if fewest is None else size)
         steps.append(_on_more_ranks(plan, more, changed, _RANKS_COST + times))
         times *= 2
     return steps
+
+
+def _makes_workspace(plan: RunPlan) -> bool:
+    return plan.workspace.claim == workspace_claim_name(plan.job.name)
+
+
+def _shared_workspace(plan: RunPlan) -> tuple[tuple[str, Any], ...]:
+    """What several nodes need of a workspace that the job makes for itself."""
+    is_new_need = _makes_workspace(plan) and plan.parallelism.nodes == 1
+    return ((_ACCESS_MODE, AccessMode.READ_WRITE_MANY.value),) if is_new_need else ()
+
+
+def demand_on_claim(plan: RunPlan, alternative: Alternative) -> str:
+    """What the changes ask of a workspace claim that the job only names; empty: nothing new."""
+    more_nodes = plan.parallelism.nodes == 1 and any(change.field == f"spec.{_NODES}" for change in alternative.changes)
+    if not more_nodes or _makes_workspace(plan):
+        return ""
+    return f"; several nodes mount the claim {plan.workspace.claim} then, so it must be {AccessMode.READ_WRITE_MANY.value}"
 
 
 def _ranks_of_one_machine(plan: RunPlan, most: int) -> list[_Change]:
@@ -221,7 +241,7 @@ def _ranks_of_one_machine(plan: RunPlan, most: int) -> list[_Change]:
 
 
 def _on_more_ranks(
-    plan: RunPlan, more: Callable[[RunPlan], RunPlan], changes: tuple[tuple[str, int], ...], cost: float
+    plan: RunPlan, more: Callable[[RunPlan], RunPlan], changes: tuple[tuple[str, Any], ...], cost: float
 ) -> _Change:
     """With a larger global batch if the written one does not split over so many ranks."""
     batch, ranks = plan.training.global_batch_size, more(plan).parallelism.world_size

@@ -12,7 +12,7 @@ from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.launch_plan import Placement
 from finetune_job.plan.run_plan import Choice, RunPlan
 from finetune_memory.activations import read_layers
-from finetune_memory.alternatives import MAX_RANKS_FACTOR, Alternative, Site, cheapest_fitting, leanest
+from finetune_memory.alternatives import MAX_RANKS_FACTOR, Alternative, Site, cheapest_fitting, demand_on_claim, leanest
 from finetune_memory.attention import choose_attention, trains_on_gpu, varlen_problem
 from finetune_memory.batches import Predict, choose_batches, choose_resharding
 from finetune_memory.estimate import Estimate, estimate
@@ -154,6 +154,7 @@ def memory_finding(verdict: MemoryVerdict) -> Finding | None:
     )
     fix = (
         f"set {alternative.text}, which needs {format_bytes(alternative.estimate.total)}"
+        f"{demand_on_claim(verdict.plan, alternative)}"
         if alternative is not None
         else no_change_suffices(verdict)
     )

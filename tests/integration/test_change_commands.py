@@ -46,7 +46,7 @@ def run_of(caller: Caller, name: str) -> Document:
 
 def test_a_manifest_is_judged_and_created_and_a_conflict_is_told(caller: Caller, tmp_path: Path) -> None:
     namespace = caller.workload.namespace
-    call = caller.with_rights("submitter", rights_of("submit FILE").needed)
+    call = caller.with_rights(rights_of("submit FILE").needed)
     (tmp_path / "job.yaml").write_text(MANIFEST)
     done = call("submit job.yaml")
     assert (done.returncode, done.stdout) == (0, f"{namespace}/submitted: created\n"), done.stderr
@@ -57,7 +57,7 @@ def test_a_manifest_is_judged_and_created_and_a_conflict_is_told(caller: Caller,
     assert (done.returncode, done.stderr.splitlines()[-1]) == (
         3, f"{namespace}/submitted: exists already; give the manifest another name"
     )  # fmt: skip
-    looking = caller.with_rights("looking", (*rights_of("submit FILE").needed, JOB))
+    looking = caller.with_rights((*rights_of("submit FILE").needed, JOB))
     done = looking("submit job.yaml")
     assert (done.returncode, "exists already (Pending), with the same spec; `finetune status submitted`" in done.stderr) == (
         3,
@@ -65,7 +65,7 @@ def test_a_manifest_is_judged_and_created_and_a_conflict_is_told(caller: Caller,
     )
     (tmp_path / "other.yaml").write_text(MANIFEST.replace("maxSteps: 4", "maxSteps: 5"))
     assert "with another spec; give the manifest another name" in looking("submit other.yaml").stderr
-    unused = caller.with_rights("unused", (CREATE,))
+    unused = caller.with_rights((CREATE,))
     (tmp_path / "third.yaml").write_text(MANIFEST.replace("submitted}", "third}"))
     done = unused("submit third.yaml")
     assert done.returncode == 3
@@ -88,7 +88,7 @@ def test_a_job_is_suspended_resumed_and_cancelled(caller: Caller) -> None:
     namespace = caller.workload.namespace
     for command in ("suspend JOB", "resume JOB", "cancel JOB"):
         assert rights_of(command).needed == (JOB, PATCH)
-    call = caller.with_rights("changer", (JOB, PATCH))
+    call = caller.with_rights((JOB, PATCH))
     done = call("suspend running")
     assert (done.returncode, done.stdout.partition(";")[0]) == (
         0,
@@ -103,7 +103,7 @@ def test_a_job_is_suspended_resumed_and_cancelled(caller: Caller) -> None:
     assert "cancelled: its pods end" in call("cancel running").stdout
     assert run_of(caller, "running")["cancel"] is True
     assert call("cancel running").stdout == f"{namespace}/running: is cancelled already\n"
-    lacking = caller.with_rights("unpatching", (JOB,))
+    lacking = caller.with_rights((JOB,))
     done = lacking("suspend new")
     named = Right(PATCH.verb, PATCH.resource, PATCH.group, namespace)
     assert (done.returncode, f"you may not {named}; ask for a Role" in done.stderr) == (3, True)
@@ -111,14 +111,14 @@ def test_a_job_is_suspended_resumed_and_cancelled(caller: Caller) -> None:
 
 def test_a_waiting_job_is_tried_again_and_an_ended_one_as_another_job(caller: Caller) -> None:
     namespace = caller.workload.namespace
-    call = caller.with_rights("retrying", rights_of("retry JOB, that waits").needed)
+    call = caller.with_rights(rights_of("retry JOB, that waits").needed)
     for number in (1, 2):
         assert call("retry stalled").stdout == f"{namespace}/stalled: is tried again (spec.run.retry: {number})\n"
         assert run_of(caller, "stalled")["retry"] == number
     done = call("retry running")
     assert (done.returncode, "is Training, so there is nothing to try again" in done.stderr) == (1, True)
     assert "leave --name out" in call("retry stalled --name other").stderr
-    ended = caller.with_rights("again", rights_of("retry JOB, that has ended").needed)
+    ended = caller.with_rights(rights_of("retry JOB, that has ended").needed)
     assert rights_of("retry JOB, that has ended").needed == (JOB, CREATE, USE)
     assert ended("retry failed").stdout == (
         f"{namespace}/failed-2: created with the spec of failed; it begins with the base model\n"
@@ -137,7 +137,7 @@ def test_a_waiting_job_is_tried_again_and_an_ended_one_as_another_job(caller: Ca
 def test_a_fork_is_a_manifest_that_can_be_submitted(caller: Caller, tmp_path: Path) -> None:
     namespace = caller.workload.namespace
     assert rights_of("fork JOB").needed == (JOB,)
-    call = caller.with_rights("forking", (JOB, CREATE, USE))
+    call = caller.with_rights((JOB, CREATE, USE))
     done = call("fork succeeded --set training.learningRate=1e-5 --set spec.training.seed=7 --set metadata.labels.tier=test")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"# From the FineTuneJob {namespace}/succeeded. It begins with the base model")

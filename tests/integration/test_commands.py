@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,16 +23,13 @@ from tests.integration.kube import Document
 from tests.integration.workload import Workload
 from tests.support.builders import a_job
 from tests.support.cluster.errors import wait_until
-from tests.support.command_rights import COMMANDS, EVENTS, JOB, JOBS, LOG, PODS, PROFILE, READER, CommandRights
+from tests.support.command_rights import COMMANDS, EVENTS, JOB, JOBS, LOG, PODS, PROFILE, CommandRights
 from tests.support.forked_program import run_forked
 from tests.unit.finetune_cli.jobs import objects
 
 pytestmark = pytest.mark.integration
+_numbers = itertools.count()
 STATES = {each["metadata"]["name"]: each for each in (objects.SUCCEEDED, objects.RUNNING, objects.FAILED, objects.STALLED)}
-READING = (
-    *("list", "status JOB", "wait JOB", "logs JOB, of pods that exist", "explain job/JOB"),
-    *("top", "cost", "compare JOB JOB", "bundle JOB"),
-)
 
 
 @dataclass
@@ -41,23 +40,30 @@ class Caller:
     workload: Workload
     directory: Path
 
-    def with_rights(self, name: str, rights: tuple[Right, ...]) -> Callable[[str], subprocess.CompletedProcess[str]]:
-        """A user with these rights alone."""
+    def users(self, sets: Sequence[tuple[Right, ...]]) -> dict[tuple[Right, ...], Path]:
+        """Kubeconfigs of users with these rights alone, each right in a Role of its own that all who have it are bound to."""
         kube, namespace = self.workload.kube, self.workload.namespace
-        kube.create("ServiceAccount", namespace, {"metadata": {"name": name}})
-        for kind, place, chosen in (
-            ("Role", namespace, [each for each in rights if each.resource != "finetuneprofiles"]),
-            ("ClusterRole", "", [each for each in rights if each.resource == "finetuneprofiles"]),
-        ):
-            rules = [{"apiGroups": [each.group], "resources": [each.resource], "verbs": [each.verb]} for each in chosen]
-            role = name if place else f"{name}-of-{namespace}"
+        names = {rights: f"user-{next(_numbers)}" for rights in sets}
+        kubeconfigs = {rights: self._kubeconfig(name) for rights, name in names.items()}
+        for right in {right for rights in sets for right in rights}:
+            kind, place = ("ClusterRole", "") if right.resource == "finetuneprofiles" else ("Role", namespace)
+            role = f"right-{next(_numbers)}" + ("" if place else f"-of-{namespace}")
+            rules = [{"apiGroups": [right.group], "resources": [right.resource], "verbs": [right.verb]}]
             kube.create(kind, place, {"metadata": {"name": role}, "rules": rules})
+            having = [name for rights, name in names.items() if right in rights]
             binding = {
                 "metadata": {"name": role},
                 "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": role},
-                "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+                "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace} for name in having],
             }
             kube.create(f"{kind}Binding", place, binding)
+            user = f"system:serviceaccount:{namespace}:{having[-1]}"
+            wait_until(partial(self._is_allowed, user, right), f"the right to {right}", 60)
+        return kubeconfigs
+
+    def _kubeconfig(self, name: str) -> Path:
+        kube, namespace = self.workload.kube, self.workload.namespace
+        kube.create("ServiceAccount", namespace, {"metadata": {"name": name}})
         asked = {"spec": {"audiences": [], "expirationSeconds": 3600}}
         token = kube.request("POST", kube.path("ServiceAccount", namespace, name, "token"), asked)["status"]["token"]
         config = yaml.safe_load(self.installed.cluster.kubeconfig.read_text())
@@ -65,8 +71,11 @@ class Caller:
         config["contexts"][0]["context"]["namespace"] = namespace
         kubeconfig = self.directory / f"kubeconfig-{name}"
         kubeconfig.write_text(json.dumps(config))
-        user = f"system:serviceaccount:{namespace}:{name}"
-        wait_until(lambda: all(self._is_allowed(user, each) for each in rights), f"the rights of {name}", 60)
+        return kubeconfig
+
+    def with_rights(self, rights: tuple[Right, ...]) -> Callable[[str], subprocess.CompletedProcess[str]]:
+        """A user with these rights alone."""
+        (kubeconfig,) = self.users([rights]).values()
 
         def call(line: str) -> subprocess.CompletedProcess[str]:
             return run_forked("finetune_cli", *shlex.split(line), directory=self.directory, KUBECONFIG=str(kubeconfig))
@@ -114,8 +123,8 @@ def rights_of(command: str) -> CommandRights:
     return next(each for each in COMMANDS if each.command == command)
 
 
-def test_each_command_tells_each_state_with_the_least_rights(caller: Caller) -> None:
-    reader = caller.with_rights("reader", (JOB, JOBS))
+def test_commands_about_many_jobs_tell_of_each_state(caller: Caller) -> None:
+    reader = caller.with_rights((JOB, JOBS))
     listed = reader("list")
     assert (listed.returncode, listed.stderr) == (0, "")
     assert [line.split()[:3] for line in listed.stdout.splitlines()[1:]] == [
@@ -125,23 +134,6 @@ def test_each_command_tells_each_state_with_the_least_rights(caller: Caller) -> 
         ["stalled", "Stalled", "validate"],
         ["succeeded", "Succeeded", "-"],
     ]
-    namespace = caller.workload.namespace
-    heads = {
-        "failed": "Failed, train",
-        "new": "Pending",
-        "running": "Running, train",
-        "stalled": "Stalled, validate",
-        "succeeded": "Succeeded",
-    }
-    waited = {"failed": 1, "new": 3, "running": 3, "stalled": 1, "succeeded": 0}
-    for name, head in heads.items():
-        done = reader(f"status {name}")
-        assert (done.returncode, done.stdout.splitlines()[0]) == (0, f"{namespace}/{name}: {head}"), done.stderr
-        assert reader(f"wait {name} --timeout 0").returncode == waited[name]
-    missing = reader("status runing")
-    assert (missing.returncode, missing.stderr) == (
-        2, f"there is no FineTuneJob runing in the namespace {namespace}; did you mean running?\n"
-    )  # fmt: skip
     top = reader("top -o json")
     assert [(job["name"], job["devices"]) for job in json.loads(top.stdout)["jobs"]] == [("running", 8)]
     assert "Failed" in reader("compare failed succeeded").stdout
@@ -150,7 +142,7 @@ def test_each_command_tells_each_state_with_the_least_rights(caller: Caller) -> 
 
 
 def test_a_diagnosis_says_what_it_could_not_see(caller: Caller) -> None:
-    few, all_rights = caller.with_rights("few", (JOB,)), caller.with_rights("all", (JOB, PODS, EVENTS, PROFILE))
+    few, all_rights = caller.with_rights((JOB,)), caller.with_rights((JOB, PODS, EVENTS, PROFILE))
     done = few("explain job/stalled -o json")
     assert [each.partition(":")[0] for each in json.loads(done.stdout)["unseen"]] == ["its pods", "its events", "its profile"]
     found = json.loads(all_rights("explain job/stalled -o json").stdout)
@@ -161,37 +153,24 @@ def test_a_diagnosis_says_what_it_could_not_see(caller: Caller) -> None:
     assert (failed["word"], failed["patch"]) == ("DeviceOutOfMemory", {"spec": {"training": {"microBatchSize": 2}}})
 
 
-def test_logs_archives_and_workspaces_need_what_the_page_says(caller: Caller) -> None:
-    namespace = caller.workload.namespace
+def test_logs_and_archives_say_what_is_missing(caller: Caller) -> None:
     # Nothing runs pods here: that none has a log is the API server's own answer.
-    user = caller.with_rights("logs", (JOB, PODS, LOG))
+    user = caller.with_rights((JOB, PODS, LOG))
     done = user("logs running")
     assert (done.returncode, "no container of these pods has run yet (running-train-1-0: Pending)" in done.stderr) == (3, True)
     done = user("bundle running")
     assert (done.returncode, done.stdout) == (0, "running.tar.gz\n")
     assert "missing: events: you may not list events" in done.stderr
-    checkpoints = rights_of("checkpoints JOB").needed
-    assert checkpoints == (JOB, *READER)
-    for number, left_out in enumerate(checkpoints[:3]):
-        lacking = caller.with_rights(f"lacking-{number}", tuple(each for each in checkpoints if each is not left_out))
-        done = lacking("checkpoints succeeded")
-        assert done.returncode == 3
-        if left_out.resource == "pods":
-            assert "its plan (ConfigMap succeeded-plan) is gone" in done.stderr
-        else:
-            named = Right(left_out.verb, left_out.resource, left_out.group, namespace)
-            assert f"you may not {named}; ask for a Role with this right" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["checkpoints", "reproduce"])
-def test_the_pod_that_reads_a_workspace_is_admitted_and_deleted(caller: Caller, command: str) -> None:
+def test_the_pod_that_reads_a_workspace_is_admitted_and_deleted(caller: Caller) -> None:
     kube, namespace = caller.workload.kube, caller.workload.namespace
     kube.patch("Namespace", "", namespace, {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}})
     plan = {"metadata": {"name": "succeeded-plan"}, "data": {"plan.json": canonical_json(a_job().plan())}}
     kube.create("ConfigMap", namespace, plan)
-    user = caller.with_rights(command, rights_of(f"{command} JOB").needed)
+    user = caller.with_rights(rights_of("checkpoints JOB").needed)
     with ThreadPoolExecutor() as threads:
-        answer = threads.submit(user, f"{command} succeeded")
+        answer = threads.submit(user, "checkpoints succeeded")
         made = wait_until(lambda: kube.list("Pod", namespace, "finetune.dev/reader"), "the pod that reads", 60)
         # Nothing runs pods here, so this kubelet reports what one would of a claim that cannot be mounted.
         name = made[0]["metadata"]["name"]
@@ -201,30 +180,3 @@ def test_the_pod_that_reads_a_workspace_is_admitted_and_deleted(caller: Caller, 
     assert done.returncode == 3
     assert f"the pod {name}, which was to read the claim, did not do so (the claim is gone)" in done.stderr
     wait_until(lambda: not kube.list("Pod", namespace, "finetune.dev/reader"), "its deletion", 60)
-
-
-def test_a_command_without_its_last_right_names_it(caller: Caller) -> None:
-    kube, namespace = caller.workload.kube, caller.workload.namespace
-    # The log is asked for only of a pod that has run.
-    state = {"running": {"startedAt": "2026-03-01T10:00:00Z"}}
-    ran = {"name": "trainer", "image": "", "imageID": "", "ready": True, "restartCount": 0, "state": state}
-    kube.patch("Pod", namespace, "running-train-1-0", {"status": {"containerStatuses": [ran]}}, "status")
-    refused = {}
-    users = {each: caller.with_rights(f"without-{number}", each) for number, each in enumerate(((), (JOB, PODS)))}
-    for command in READING:
-        user = users[rights_of(command).needed[:-1]]
-        done = user(command.partition(",")[0].replace("JOB", "running"))
-        refused[command] = (done.returncode, done.stderr)
-    told = "you may not {}; ask for a Role with this right (docs/rights.md lists those that each command needs)\n"
-    get, every, log = (told.format(Right(each.verb, each.resource, each.group, namespace)) for each in (JOB, JOBS, LOG))
-    assert refused == {
-        "list": (3, every),
-        "status JOB": (3, get),
-        "wait JOB": (3, get),
-        "logs JOB, of pods that exist": (3, log),
-        "explain job/JOB": (3, get),
-        "top": (3, every),
-        "cost": (3, every),
-        "compare JOB JOB": (3, get),
-        "bundle JOB": (3, get),
-    }

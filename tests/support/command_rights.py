@@ -55,7 +55,7 @@ COMMANDS = (
     CommandRights("retry JOB, that waits", (JOB, PATCH)),
     CommandRights("retry JOB, that has ended", (JOB, CREATE, USE), (JOBS,)),
     CommandRights("fork JOB", (JOB,), (JOBS, PROFILE)),
-    CommandRights("reproduce JOB", (JOB, CREATE, USE, *READER), (PROFILE,)),
+    CommandRights("reproduce JOB", (JOB, CREATE, *READER), (PROFILE,)),
     CommandRights("bundle JOB", (JOB,), (PODS, EVENTS, LOG, PROFILE)),
 )
 HEAD = """## Commands

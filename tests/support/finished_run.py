@@ -26,6 +26,7 @@ SMALL = {
     "README.md": b"# A model\n",
     "provenance.json": b'{"_type": "https://in-toto.io/Statement/v1"}',
     "report.html": b"<!DOCTYPE html>",
+    "report.json": b'{"version": 1}',
     "verification.json": b'{"passed": true}',
     "verification.md": b"# Verified\n",
 }

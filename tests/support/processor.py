@@ -22,14 +22,17 @@ _NOMINAL_SECONDS = 0.05
 _WORK = {f"field{number}": ["text" * 4, number, {"inner": [number] * 8}] for number in range(4_000)}
 
 
-def run_timed(command: Sequence[str], *, cwd: Path, without: str, traps: Path) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Run a command that may not import the module `without`, which would end it with the exit code 99.
+def run_timed(
+    command: Sequence[str], *, cwd: Path, without: Sequence[str], traps: Path
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run a command that may not import the modules `without`, each of which would end it with the exit code 99.
 
     What it did, and its seconds of processor time, children included: the least of some attempts if the first is too slow.
-    traps: a directory for what takes the place of the module.
+    traps: a directory for what takes the place of the modules.
     """
-    (traps / without).mkdir(parents=True, exist_ok=True)
-    (traps / without / "__init__.py").write_text("import os\nos._exit(99)\n")
+    for name in without:
+        (traps / name).mkdir(parents=True, exist_ok=True)
+        (traps / name / "__init__.py").write_text("import os\nos._exit(99)\n")
     environment = {**os.environ, "PYTHONPATH": f"{traps}:{os.environ.get('PYTHONPATH', '')}"}
     # Users have compiled modules.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)

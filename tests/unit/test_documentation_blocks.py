@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 from finetune_cli.app import app
 from finetune_job.api.profile import FineTuneProfile
+from tests.e2e.test_documented_lines import LINES
 from tests.support import values_schema
 from tests.unit.finetune_cli.commands.test_data import chat, manifest, write
 from tests.unit.finetune_memory.configs import CONFIGS
@@ -47,7 +48,10 @@ FOLLOWED = {
 """Pages whose commands a test runs that has its own way of finding them."""
 DIAGRAMS = {"docs/architecture.md"}
 RUN_HERE = {"validate", "data", "estimate", "explain"}
-"""Of the others, which take long or need a cluster, the arguments alone are read; tests/e2e runs them."""
+"""Of the others, which take long or need a cluster, the arguments alone are read here."""
+RUN_ON_CLUSTERS = {"submit", "list", "status", "logs", "fork", "reproduce", "download", "doctor"}
+"""By tests/unit/finetune_cli/commands/test_download.py as README has them, `doctor` by tests/e2e/test_doctor.py; what else is not
+run here is run by tests/e2e/test_documented_lines.py."""
 CLUSTER_COMMANDS = (
     r"kubectl (apply -f examples/\S+|get (ftj|finetunejobs?|endpointslices) .*|get ftj -w|create secret generic .*)"
     r"|kubectl -n NS (describe|get) finetunejob JOB.*"
@@ -140,6 +144,13 @@ def test_a_block_is_run_or_is_of_a_known_kind(block: Block, desk: Path) -> None:
     elif block.language == "json":
         for line in block.text.splitlines():
             json.loads(line)
+    elif block.language == "dockerfile":
+        installed = re.search(r"pip install --target \S+ ([^&]+) &&", block.text)
+        assert installed is not None
+        assert set(installed[1].split()) == {"wandb", "mlflow-skinny", "sqlalchemy", "alembic"}, (
+            "another set than the test installs"
+        )
+        assert all(path in (ROOT / "trainer_image/Containerfile").read_text() for path in ("/opt/finetune/venv", "python3.11"))
     else:
         assert block.language == "yaml", f"{block.page}: a block in {block.language!r}, which no test tries"
         for document in yaml.safe_load_all(block.text):
@@ -182,6 +193,7 @@ def try_finetune(arguments: list[str]) -> None:
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, done.output
         return
+    assert verb in RUN_ON_CLUSTERS or verb in LINES or arguments[-1].startswith("job/"), f"no test runs {verb} as it is written"
     # Raises an error for an option that there is not, and for an argument that is missing.
     command.make_context(verb, list(arguments[1:]), parent=context)
 

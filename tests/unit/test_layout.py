@@ -127,6 +127,8 @@ COVERED_BY = {
     "finetune_trainer/small_models/shrink.py": "finetune_trainer/rehearsal/test_scaled_model.py",
     "finetune_trainer/small_models/sizes.py": "finetune_trainer/rehearsal/test_scaled_model.py",
     "finetune_trainer/release/commands.py": "finetune_trainer/report/test_page.py",
+    "finetune_trainer/report/document.py": "finetune_trainer/report/test_page.py",
+    "finetune_trainer/report/summary.py": "finetune_trainer/report/test_page.py",
     "finetune_trainer/verify/exact.py": "finetune_trainer/verify/test_verification.py",
     "finetune_trainer/verify/logits.py": "finetune_trainer/verify/test_streaming.py",
     "finetune_trainer/verify/skeleton.py": "finetune_trainer/verify/test_streaming.py",

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from finetune_cli.checks.validate import DocumentOutcome, DocumentVerdict, validate
 from finetune_cli.exit_codes import ExitCode
 from finetune_job.api.base import ClaimPath, parse_source
-from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.pod_settings import quantity_bytes
 from finetune_job.device import product_of
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.rules.book import evaluate
-from finetune_job.rules.rule import RuleContext, with_changes
 from finetune_memory.describe import model_shape, read_model
 from finetune_memory.limit import MemoryLimit, format_bytes
 from finetune_memory.model_shape import UnknownModelError
@@ -115,7 +112,7 @@ def _estimate_job(verdict: DocumentVerdict, options: EstimateOptions, claims: Pa
         return JobEstimate(
             verdict.name,
             plan,
-            _with_rule_changes(found, job.spec),
+            found,
             _precision(found.plan, files.stored),
             pace,
             problem,
@@ -147,16 +144,6 @@ def _device_bytes(written: str) -> int:
             f"{GPU_MEMORY_OPTION}: {written} is {format_bytes(size)}, and no device is as small; write it as in 80Gi"
         )
     return size
-
-
-def _with_rule_changes(verdict: MemoryVerdict, spec: FineTuneJobSpec) -> MemoryVerdict:
-    """With what the rules ask for in addition, which the plan does not know: several nodes share a workspace."""
-    if verdict.alternative is None:
-        return verdict
-    written = spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    changed = FineTuneJobSpec.model_validate(with_changes({"spec": written}, verdict.alternative.changes)["spec"])
-    more = [change for finding in evaluate(RuleContext(changed)) if finding.severity == "error" for change in finding.changes]
-    return replace(verdict, alternative=replace(verdict.alternative, changes=(*verdict.alternative.changes, *more)))
 
 
 def _model_on_claim(source: str, claims: Path) -> Path:

@@ -93,6 +93,12 @@ class ResultsPod:
         try:
             yield from self._cluster.client.output_of(self._namespace, self._name, CONTAINER, command)
         except RequestError as error:
+            if error.status == 403:  # it does not say which of the two is missing; before Kubernetes 1.35 `get` was enough
+                raise ClusterError(
+                    f"you may not get and create pods/exec in the namespace {self._namespace}; ask for a Role with both rights "
+                    "(docs/rights.md lists those that each command needs)",
+                    status=403,
+                ) from error
             raise told(error, "GET", path, self._cluster.client.server) from error
 
 

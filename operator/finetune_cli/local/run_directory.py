@@ -161,7 +161,7 @@ def start_fresh(place: RunDirectory) -> None:
             shutil.rmtree(directory, ignore_errors=True)
         if Role.MERGE in record.next_attempt:
             # A run that never came to its merge wrote none of these; a README.md that stands there is the user's own.
-            reports = (output.verification, output.verification_page, output.report)
+            reports = (output.verification, output.verification_page, output.report, output.report_data)
             for file in (*reports, output.provenance, output.model_card, output.checksums):
                 file.unlink(missing_ok=True)
     for file in place.root.glob("*.*"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from importlib.metadata import version
+from pathlib import PurePosixPath
 
 from finetune_job.rules.book import rule_by_id
 from tests.pitfalls.catalogue.entry import Avoided, Changed, Entry, NotApplicable, NotReproduced, Refused, Reproduced
@@ -73,7 +74,7 @@ def page() -> str:
     )
     lines = [
         head,
-        "| # | pitfall | shows as | settings | what the libraries do | evidence | decision | sources |",
+        "| # | pitfall | decision | shows as | settings | what the libraries do | evidence | sources |",
         "|---|---|---|---|---|---|---|---|",
     ]
     return "\n".join([*lines, *(_row(entry) for entry in table)]) + "\n"
@@ -83,11 +84,11 @@ def _row(entry: Entry) -> str:
     cells = (
         str(entry.number),
         entry.name,
+        f"**{decision(entry)}**: {_decision(entry)}",
         entry.severity,
         entry.trigger,
         entry.result,
         _evidence(entry),
-        f"**{decision(entry)}**: {_decision(entry)}",
         "; ".join(entry.sources) or "measured",
     )
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
@@ -118,5 +119,10 @@ def _decision(entry: Entry) -> str:
 
 
 def _tests(tests: tuple[str, ...]) -> str:
-    """Module and function; what stands before them is the same for most."""
-    return ", ".join(f"`{test.removeprefix('tests/')}`" for test in tests)
+    """Links, because whole names would make the table three screens wide."""
+    return ", ".join(_link(*test.split("::", 1)) for test in tests)
+
+
+def _link(file: str, *function: str) -> str:
+    title = f' "{function[0]}"' if function else ""
+    return f"[{PurePosixPath(file).stem}](../{file}{title})"

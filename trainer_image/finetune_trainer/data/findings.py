@@ -9,8 +9,8 @@ from pathlib import Path
 from finetune_job.api.base import ClaimPath
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
-from finetune_trainer.data.packing import WEIGHT_UNIT
 from finetune_trainer.data.read import NoRecordFilesError, RecordProblem
+from finetune_trainer.data.records import WEIGHT_UNIT
 from finetune_trainer.files import SpecialFileError
 
 TRAIN, VALIDATION = "train", "validation"

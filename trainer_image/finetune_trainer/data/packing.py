@@ -14,14 +14,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from finetune_trainer.data.records import WEIGHT_UNIT
+
 Array = NDArray[Any]
 
 WINDOW_OCCURRENCES = 1 << 20
 """Documents packed together. Beyond some ten thousand, more fill a sequence no better."""
 BLOCK_DOCUMENTS = 1 << 18
 """Looked at together while those of a window are sought."""
-WEIGHT_UNIT = 1_000_000
-"""Weights count to a millionth, so that their arithmetic is exact in 64 bits: indices below 9e10 times weights up to 100."""
 
 
 @dataclass(frozen=True)

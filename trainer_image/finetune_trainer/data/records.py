@@ -27,6 +27,9 @@ ASSISTANT = "assistant"
 ROLES = frozenset({"system", "developer", "user", ASSISTANT, "tool"})
 """Roles that chat templates know."""
 SYSTEM_ROLES = frozenset({"system", "developer"})
+WEIGHT_UNIT = 1_000_000
+"""Weights of data sets count to a millionth, so that their arithmetic is exact in 64 bits: indices below 9e10 times weights up to
+100. Here, and not in packing.py, because what is said of the first records does without numpy."""
 PART_SEPARATOR = "\n"
 """Between the text parts of one content; servers of models of text alone join them with it, too."""
 PREFERENCES = ("chosen", "rejected")

@@ -23,8 +23,8 @@ CARD, PROVENANCE, CHECKSUMS = _NAMES.model_card.name, _NAMES.provenance.name, _N
 SIGNATURE = f"{CHECKSUMS}.sig"
 """Of the checksums; made while publishing, so that it is not among the results."""
 VERIFICATION, VERIFICATION_PAGE = _NAMES.verification.name, _NAMES.verification_page.name
-REPORT = _NAMES.report.name
-BESIDE = (CARD, PROVENANCE, REPORT, VERIFICATION, VERIFICATION_PAGE)
+REPORT, REPORT_DATA = _NAMES.report.name, _NAMES.report_data.name
+BESIDE = (CARD, PROVENANCE, REPORT, REPORT_DATA, VERIFICATION, VERIFICATION_PAGE)
 """Files next to the directories of weights, which the checksums name; the last two only where something was merged."""
 WEIGHT_SUFFIX = ".safetensors"
 

@@ -69,7 +69,7 @@ def chart(title: str, series: Sequence[Series], events: Sequence[float] = ()) ->
 
     events: steps at which the run was resumed.
     """
-    finite = [Series(each.name, _finite(each.points), each.has_marks) for each in series]
+    finite = [Series(each.name, finite_points(each.points), each.has_marks) for each in series]
     drawn = [each for each in finite if each.points]
     if not any(len(each.points) > 1 for each in drawn):
         return None
@@ -159,7 +159,8 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _finite(points: Points) -> Points:
+def finite_points(points: Points) -> Points:
+    """Those that can be drawn."""
     return [(step, value) for step, value in points if abs(step) <= MOST and abs(value) <= MOST]
 
 

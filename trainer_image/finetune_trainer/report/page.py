@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
@@ -22,33 +21,25 @@ from markupsafe import Markup, escape
 from finetune_job.failures import LATEST_TIME
 from finetune_job.names import MANAGED_BY
 from finetune_memory.limit import format_bytes
-from finetune_memory.verdict import limit_of
 from finetune_trainer.release.card_sections import chosen_settings, verification_rows
-from finetune_trainer.release.commands import (
-    base_address,
-    convert_adapter,
-    convert_merged,
-    copy_command,
-    serve_adapter,
-    serve_merged,
-)
+from finetune_trainer.release.commands import base_address
 from finetune_trainer.release.facts import DataSource, RunFacts, TrainingHistory, table_points
-from finetune_trainer.release.write import versions
 from finetune_trainer.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Series, chart, number
+from finetune_trainer.report.document import MAX_LONG_TEXT, MOST_NUMBER, HeldOutLoss, MemoryOfRank, OutcomeOfMerge, bounded
 from finetune_trainer.report.samples import Samples
+from finetune_trainer.report.summary import (
+    commands,
+    has_failed,
+    held_out_loss,
+    memory,
+    provenance,
+    verdict,
+)
 from finetune_trainer.report.timeline import Timeline, TrainingAttempt
 
-MAX_TEXT, MAX_LONG_TEXT = 300, 1000
-"""Characters of any text on the page, and of prompts and answers. With MAX_ROWS they keep it below a megabyte."""
-MOST_NUMBER = 1 << 62
-"""Of seconds and bytes: what is beyond has been written by nobody who measured it, and is left out."""
 MAX_ROWS = 30
-"""Of any table: attempts, sources, settings."""
-_HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff"
-    "\U000e0000-\U000e007f]"
-)
-"""Control characters, those that change the direction of writing, those that take no room, and halves of characters."""
+"""Of any table: attempts, sources, settings. With the bounds of texts they keep the page below a megabyte."""
+_COLOURS = {OutcomeOfMerge.PASSED: "good", OutcomeOfMerge.FAILED: "bad", OutcomeOfMerge.NOT_MERGED: "neutral"}
 _WORDS = {
     "lost_steps": "steps done again after a restart",
     "between_attempts": "between attempts",
@@ -63,16 +54,12 @@ _WORDS = {
 
 def shown(value: Any) -> Any:
     """A text as it may be seen: bounded, and each hidden character as a replacement character. Other values as they are."""
-    return _cut(value, MAX_TEXT) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return bounded(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def long(value: str) -> Markup:
     """The same with a wider bound, escaped."""
-    return escape(_cut(value, MAX_LONG_TEXT))
-
-
-def _cut(text: str, most: int) -> str:
-    return _HIDDEN.sub("\ufffd", text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)")
+    return escape(bounded(value, MAX_LONG_TEXT))
 
 
 @cache
@@ -97,7 +84,7 @@ def _template() -> tuple[Template, Markup, str]:
 def report_page(facts: RunFacts, timeline: Timeline, samples: Samples) -> str:
     """The page of a run whose results are there, or failed their verification. Equal arguments give equal texts."""
     template, style, digest = _template()
-    plan, history = facts.plan, facts.history
+    plan, history, said = facts.plan, facts.history, verdict(facts)
     warnings = timeline.preflight.warnings if timeline.preflight is not None else ()
     events = [attempt.first_step for attempt in timeline.attempts[1:]]
     return template.render(
@@ -107,8 +94,8 @@ def report_page(facts: RunFacts, timeline: Timeline, samples: Samples) -> str:
         job=plan.job,
         plan=plan,
         facts=facts,
-        verdict=verdict(facts),
-        losses=held_out_losses(history),
+        verdict=(_COLOURS[said.outcome], said.text),
+        losses=losses(held_out_loss(history)),
         charts=charts(history, events),
         frame={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
         curve_rows=[
@@ -122,7 +109,7 @@ def report_page(facts: RunFacts, timeline: Timeline, samples: Samples) -> str:
         goodput=timeline.goodput.goodput,
         pace=pace(history),
         time_rows=time_rows(timeline),
-        memory=memory(facts, timeline),
+        memory=memory_rows(memory(facts, timeline)),
         sources=[_source_row(source) for source in facts.sources[:MAX_ROWS]],
         num_sources=len(facts.sources),
         splits=[
@@ -148,42 +135,6 @@ def report_page(facts: RunFacts, timeline: Timeline, samples: Samples) -> str:
         ],
         num_files=sum(len(source.files) for source in facts.sources),
     )
-
-
-def has_failed(facts: RunFacts) -> bool:
-    """Whether a merged model failed its verification."""
-    return facts.verification is not None and not facts.verification.passed
-
-
-def verdict(facts: RunFacts) -> tuple[str, str]:
-    """A class for its colour, and the sentence."""
-    if facts.verification is None:
-        what = "adapter" if facts.plan.method.trains_adapter else "model"
-        return "neutral", f"The {what} was trained. Nothing was merged, so there was nothing to verify."
-    if has_failed(facts):
-        return "bad", "The merged model failed its verification, so it is not a result. The adapter is whole."
-    return "good", "The merged model passed its verification: it computes what base and adapter compute."
-
-
-def held_out_losses(history: TrainingHistory) -> dict[str, Any] | None:
-    """Before, after, best; None if the held-out loss is not known at two moments."""
-    evaluations = history.evaluations
-    if len(evaluations) < 2:
-        return None
-    (first_step, first), (last_step, last) = evaluations[0], evaluations[-1]
-    best_step, best = min(evaluations, key=lambda entry: entry[1])
-    change = (last - first) / first if first else 0.0
-    return {
-        "first": _four(first),
-        "first_step": first_step,
-        "last": _four(last),
-        "last_step": last_step,
-        "best": _four(best),
-        "best_step": best_step,
-        "change": f"{change:+.1%}",
-        "has_fallen": last < first,
-        "rises_again": best_step != last_step and last > best * 1.02,
-    }
 
 
 def charts(history: TrainingHistory, events: Sequence[float]) -> list[Chart]:
@@ -223,21 +174,32 @@ def pace(history: TrainingHistory) -> str:
     return f"{said} The planner calculates {calculated:,.0f} for its device, {calculated / measured - 1:+.0%}."
 
 
-def memory(facts: RunFacts, timeline: Timeline) -> dict[str, Any] | None:
-    """Estimate, measured peak and limit of a rank; None if neither of the first two is known."""
-    found = timeline.preflight.memory if timeline.preflight is not None else {}
-    terms = {name: size for name, size in found.items() if 0 < size < MOST_NUMBER}
-    estimate, peak, limit = sum(terms.values()), facts.history.peak_memory_bytes, limit_of(facts.plan)
-    peak = peak if peak is not None and peak < MOST_NUMBER else None
-    if not estimate and peak is None:
+def memory_rows(found: MemoryOfRank | None) -> dict[str, Any] | None:
+    """Sizes for people."""
+    if found is None:
         return None
+    estimate, peak = found.estimate, found.peak
     return {
         "estimate": format_bytes(estimate) if estimate else "",
         "peak": format_bytes(peak) if peak is not None else "",
         "share": f"{peak / estimate:.0%}" if peak is not None and estimate else "",
-        "limit": format_bytes(limit.bytes) if limit is not None else "",
-        "limit_source": limit.source if limit is not None else "",
-        "terms": [(name, format_bytes(size), size / estimate) for name, size in terms.items()][:MAX_ROWS],
+        "limit": format_bytes(found.limit) if found.limit is not None else "",
+        "limit_source": found.limit_source,
+        "terms": [(name, format_bytes(size), size / estimate) for name, size in found.terms.items() if estimate][:MAX_ROWS],
+    }
+
+
+def losses(found: HeldOutLoss | None) -> dict[str, Any] | None:
+    """Held-out losses for people."""
+    if found is None:
+        return None
+    moments = {"first": found.first, "last": found.last, "best": found.best}
+    return {
+        **{name: _four(moment.loss) for name, moment in moments.items()},
+        **{f"{name}_step": moment.step for name, moment in moments.items()},
+        "change": f"{found.change:+.1%}" if found.change is not None else "",
+        "has_fallen": found.has_fallen,
+        "rises_again": found.rises_again,
     }
 
 
@@ -250,40 +212,6 @@ def lengths(timeline: Timeline) -> list[tuple[str, str, float]]:
         for upper, count in sorted(found.items())[:MAX_ROWS]
         if most > 0
     ]
-
-
-def commands(facts: RunFacts) -> list[tuple[str, str]]:
-    """What for, and the line."""
-    layout = facts.layout
-    found = [("Copy the results here", copy_command(facts))]
-    if layout.has_merged:
-        found.append(("Serve the merged model with vLLM", serve_merged(facts)))
-    if layout.has_adapter:
-        found.append(("Serve the adapter with vLLM", serve_adapter(facts)))
-    if layout.has_merged:
-        found.append(("Convert the merged model for llama.cpp", convert_merged(facts)))
-    if layout.has_adapter:
-        found.append(("Convert the adapter for llama.cpp", convert_adapter(facts)))
-    return [(what, line) for what, line in found if line is not None]
-
-
-def provenance(facts: RunFacts) -> list[tuple[str, str]]:
-    """What proves where the results come from."""
-    plan = facts.plan
-    rows = [
-        ("job", f"{plan.job.namespace}/{plan.job.name}"),
-        ("job uid", plan.job.uid),
-        ("base model", facts.base_source),
-        ("base revision", plan.model.revision or ""),
-        ("base digest, SHA-256 over configuration, index, headers and sizes", facts.model_digest or ""),
-        ("data, SHA-256", facts.data_hash),
-        ("plan, SHA-256", facts.plan_sha256),
-        ("what is learnt, SHA-256", facts.learning_sha256),
-        ("trainer image", plan.placement.trainer_image if plan.placement is not None else ""),
-        ("licence of the base", facts.licence.name or facts.licence.identifier or ", ".join(facts.licence.files)),
-        *((f"version of {package}", version) for package, version in versions().items()),
-    ]
-    return [(name, value) for name, value in rows if value]
 
 
 def duration(seconds: float) -> str:

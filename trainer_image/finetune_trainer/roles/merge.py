@@ -46,6 +46,7 @@ from finetune_trainer.release.files import CARD, release_layout
 from finetune_trainer.release.write import is_complete, release_digests, write_release_files
 from finetune_trainer.report.page import report_page
 from finetune_trainer.report.samples import Samples, sample_answers
+from finetune_trainer.report.summary import run_summary
 from finetune_trainer.report.timeline import read_timeline
 from finetune_trainer.verify.gate import VerificationGate
 from finetune_trainer.verify.report import VerificationReport
@@ -82,9 +83,11 @@ def merge(context: RunContext) -> TerminationReport:
     verification, preflight = None, read_report(context.workspace.model_report)
 
     def describe(verification: VerificationReport | None, samples: Samples) -> RunFacts:
-        """Write the page of the run. Raises OSError, TrainerError."""
+        """Write the report of the run, as a page and as data. Raises OSError, TrainerError."""
         run = run_facts(context, step, preflight, verification, serving)
-        write_durably(output.report, report_page(run, read_timeline(context.workspace, preflight), samples).encode())
+        timeline = read_timeline(context.workspace, preflight)
+        write_durably(output.report_data, run_summary(run, timeline, samples).json_text().encode())
+        write_durably(output.report, report_page(run, timeline, samples).encode())
         return run
 
     if plan.merge.enabled:
@@ -119,7 +122,7 @@ def _merge_and_verify(
     *,
     was_complete: bool,
 ) -> VerificationReport:
-    """The merged model under its final name. describe: writes the page of the run if the model fails.
+    """The merged model under its final name. describe: writes the report of the run if the model fails.
 
     Raises VerificationError, MergeError, OSError.
     """
@@ -164,7 +167,7 @@ def _merge_and_verify(
 def _withdraw(output: OutputLayout, failed: MergedPaths) -> None:
     """The results are not complete any more: nothing describes them but the reports of the verification that failed."""
     remove_checksums(output)
-    for described in (output.report, output.model_card, output.provenance, output.adapter / CARD):
+    for described in (output.report, output.report_data, output.model_card, output.provenance, output.adapter / CARD):
         described.unlink(missing_ok=True)
     shown = output.merged_paths()
     for found, kept in ((failed.report, shown.report), (failed.page, shown.page)):

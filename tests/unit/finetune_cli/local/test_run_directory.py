@@ -45,7 +45,8 @@ def test_the_plan_is_frozen_until_fresh(tmp_path):
         freeze(place, other)
     for path in ("workspace/tuned-local/checkpoints", "workspace/another-job", "out/tuned/merged", "out/tuned/notes"):
         (tmp_path / path).mkdir(parents=True)
-    for name in ("verification.json", "verification.md", "report.html", "provenance.json", "README.md", "SHA256SUMS"):
+    reports = ("verification.json", "verification.md", "report.html", "report.json")
+    for name in (*reports, "provenance.json", "README.md", "SHA256SUMS"):
         (tmp_path / "out/tuned" / name).write_text("of the earlier run")
     start_fresh(place)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if ".finetune" not in path.parts}

@@ -364,13 +364,31 @@ def test_biases_without_a_gradient_are_left_as_they_are(models: Any, monkeypatch
     assert_cleared(spec, "trained-without-gradient", of_model(models("gpt2", "bfloat16")))
 
 
-@pytest.mark.parametrize(("rule", "is_device"), [("memory-estimate-exceeds-gpu", True), ("memory-estimate-exceeds-pod", False)])
-def test_the_changes_fit_the_memory_of_a_pod(models: Any, rule: str, is_device: bool) -> None:
+LEAN = {
+    "method.type": "Full",
+    "training.microBatchSize": 1,
+    "training.precision": "bf16",
+    "training.activationCheckpointing": "Full",
+    "data.maxSequenceLength": 16,
+}
+ACCESS = "spec.workspace.volumeClaimTemplate.accessMode"
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_device", "written", "changed"),
+    [
+        ("memory-estimate-exceeds-gpu", True, {}, "spec.training.microBatchSize"),
+        ("memory-estimate-exceeds-pod", False, {}, "spec.training.microBatchSize"),
+        ("memory-estimate-exceeds-pod", False, LEAN | {"workspace": {"volumeClaimTemplate": {"storage": "1Gi"}}}, ACCESS),
+        ("memory-estimate-exceeds-pod", False, LEAN, "spec.parallelism.nodes"),
+    ],
+)
+def test_the_changes_fit_the_memory_of_a_pod(models: Any, rule: str, is_device: bool, written: Spec, changed: str) -> None:
     directory = models("llama", "bfloat16")
     batch = {"training.microBatchSize": 8, "training.globalBatchSize": 16, "data.maxSequenceLength": 1024}
     # Nothing that is chosen by what there is room for.
     chosen = {FSDP + "reshardAfterForward": True, "training.activationCheckpointing": "None", "model.attention": "sdpa"}
-    spec = written_spec(batch | chosen)
+    spec = written_spec(batch | chosen | written)
     structure, _ = check_model(plan_of(spec), directory)
     assert structure is not None
     shape = structure.shape
@@ -381,6 +399,10 @@ def test_the_changes_fit_the_memory_of_a_pod(models: Any, rule: str, is_device: 
         found = memory_finding(judge_memory(plan_of(spec), shape, "bfloat16", MemoryLimit(needed - 1, is_device, "test")))
         return [] if found is None else [found]
 
+    (finding,) = judge(spec)
+    assert changed in {change.field for change in finding.changes}
+    is_told = "several nodes mount the claim workspace then, so it must be ReadWriteMany" in finding.fix
+    assert is_told == (changed == "spec.parallelism.nodes")
     assert_cleared(spec, rule, judge)
 
 

@@ -47,6 +47,7 @@ BASE_FILES = {
 }
 VERIFIED: Any = SimpleNamespace(
     passed=True,
+    faults=(),
     logits=LogitFigures(
         num_prompts=4,
         num_positions=80,
@@ -85,6 +86,7 @@ class Example:
             output.verification.write_text('{"passed": true}\n')
             output.verification_page.write_text("# Verification\n")
         output.report.write_text("<!DOCTYPE html>\n")
+        output.report_data.write_text('{"version": 1}\n')
         return self.facts()
 
 

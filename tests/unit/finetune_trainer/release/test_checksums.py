@@ -16,7 +16,7 @@ from finetune_trainer.release.write import is_complete, write_release_files
 from tests.unit.finetune_trainer.release.example import example, write_weights
 
 BUCKET, HUB, REGISTRY = "s3://results/run", "hf://team/tuned", "oci://registry.example/team/tuned:v1"
-REPORTS = {"README.md", "report.html", "provenance.json", "verification.json", "verification.md", "SHA256SUMS"}
+REPORTS = {"README.md", "report.html", "report.json", "provenance.json", "verification.json", "verification.md", "SHA256SUMS"}
 ADAPTER = {"adapter_model.safetensors", "adapter_config.json", "manifest.json"}
 MERGED = {"model-00001.safetensors", "model-00002.safetensors", "config.json", "manifest.json"}
 FULL = {"method.type": "Full"}

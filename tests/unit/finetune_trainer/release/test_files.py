@@ -13,6 +13,6 @@ from finetune_trainer.release.files import ReleaseLayout
 def test_names_lead_back_to_the_results(has_adapter, has_merged, is_repository):
     places = ReleaseLayout(has_adapter, has_merged, is_repository)
     local = [f"{directory}/{name}" for directory in places.directories for name in ("config.json", "deep/down.jinja")]
-    local += ["README.md", "report.html", "provenance.json", "verification.json", "verification.md"]
+    local += ["README.md", "report.html", "report.json", "provenance.json", "verification.json", "verification.md"]
     assert [places.in_results(places.at_destination(name)) for name in local] == local
     assert len({places.at_destination(name) for name in local}) == len(local)

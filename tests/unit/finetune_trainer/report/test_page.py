@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
+import json
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -23,8 +24,10 @@ from finetune_trainer.observe.goodput import Cause, GoodputTotals
 from finetune_trainer.release.adapter_check import ServingReport
 from finetune_trainer.release.facts import DataSource, Point, RunFacts, SourceFile, TrainingHistory
 from finetune_trainer.release.licence import Licence
-from finetune_trainer.report.page import MAX_ROWS, commands, duration, held_out_losses, report_page, shown, verdict
+from finetune_trainer.report.document import MAX_ENTRIES, OutcomeOfMerge
+from finetune_trainer.report.page import MAX_ROWS, duration, report_page, shown
 from finetune_trainer.report.samples import ModelAnswer, Sample, Samples
+from finetune_trainer.report.summary import commands, held_out_loss, run_summary, verdict
 from finetune_trainer.report.timeline import Timeline, TrainingAttempt
 from tests.unit.finetune_trainer.release.example import BASE_COMMIT, FROM_HUB, example, model_report
 
@@ -224,15 +227,16 @@ def test_the_commands_are_those_of_what_was_published(tmp_path: Path, destinatio
 def test_a_failed_verification_and_a_loss_that_rises_again_are_told(made: tuple[RunFacts, Timeline]) -> None:
     failed: Any = SimpleNamespace(**vars(made[0].verification) | {"passed": False, "faults": ("<b>q_proj</b> differs",)})
     facts = dataclasses.replace(made[0], verification=failed)
-    assert verdict(facts)[0] == "bad"
+    assert verdict(facts).outcome is OutcomeOfMerge.FAILED
+    assert commands(facts) == []
     text = Page(report_page(facts, made[1], ANSWERS)).text
     assert "The merged model failed its verification, so it is not a result." in text
     assert "<b>q_proj</b> differs" in text
     assert [words for words in ("passed", "byte for byte", "vllm", "hf download") if words in text] == []
     rising = TrainingHistory((Point(0, None, 2.0), Point(5, 1.0, 1.0), Point(10, 0.5, 1.5)), 1, 1)
-    losses = held_out_losses(rising)
+    losses = held_out_loss(rising)
     assert losses is not None
-    assert (losses["best"], losses["best_step"], losses["rises_again"], losses["change"]) == ("1", 5, True, "-25.0%")
+    assert (losses.best.loss, losses.best.step, losses.rises_again, losses.change) == (1.0, 5, True, -0.25)
     assert (
         "It was lower before: 1 after step 5."
         in Page(report_page(dataclasses.replace(made[0], history=rising), made[1], ANSWERS)).text
@@ -245,6 +249,102 @@ def test_a_failed_verification_and_a_loss_that_rises_again_are_told(made: tuple[
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+# The same for programs
+
+
+def read(text: str) -> Any:
+    """As a program does that takes the standard at its word: no NaN, no half of a character."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    found = json.loads(text, parse_constant=refuse)
+    json.dumps(found, ensure_ascii=False).encode()
+    return found
+
+
+def test_the_report_for_programs_has_what_the_page_says(made: tuple[RunFacts, Timeline]) -> None:
+    found = read(run_summary(*made, ANSWERS).json_text())
+    assert found["version"] == 1
+    assert found["job"] == {"namespace": "team", "name": "tuned", "uid": "0123456789"}
+    assert (found["method"], found["model"], found["revision"]) == ("LoRA", "maker/base", BASE_COMMIT)
+    assert found["verdict"]["outcome"] == "Passed"
+    losses = found["held_out_loss"]
+    assert losses["first"] == {"step": 0, "loss": 2.5}
+    assert losses["best"] == losses["last"] == {"step": 10, "loss": 1.75}
+    assert (losses["change"], losses["has_fallen"], losses["rises_again"]) == (pytest.approx(-0.3), True, False)
+    assert found["training"] == {
+        "steps": 10,
+        "tokens": 1000,
+        "supervised_tokens": 600,
+        "tokens_per_second": 900.0,
+        "calculated_tokens_per_second": 1320.0,
+    }
+    assert set(found["curves"]) == {"loss", "eval_loss", "learning_rate", "gradient_norm", "tokens_per_second"}
+    assert found["curves"]["eval_loss"] == [
+        {"step": 0.0, "value": 2.5, "lowest": 2.5, "highest": 2.5},
+        {"step": 10.0, "value": 1.75, "lowest": 1.75, "highest": 1.75},
+    ]
+    assert [len(found["curves"][name]) for name in ("loss", "tokens_per_second")] == [10, 10]
+    assert found["samples"] == {
+        "answers": [
+            {
+                "record": 3,
+                "prompt": "def f():\n",
+                "reference": "Return one.",
+                "base": {"text": "two two", "is_complete": False},
+                "tuned": {"text": "Return one.", "is_complete": True},
+            }
+        ],
+        "reason": "",
+        "max_tokens": 24,
+    }
+    first, second = found["time"]["attempts"]
+    assert (first["seconds"], first["lost_steps"], first["ending"], first["message"]) == (3725.0, 3, "Preempted", "asked to stop")
+    assert (second["number"], second["first_step"], second["last_step"]) == (1, 5, 10)
+    assert (found["time"]["goodput"], found["time"]["productive_seconds"], found["time"]["lost_steps"]) == (0.75, 30.0, 3)
+    assert found["time"]["other_seconds"] == {"startup": 7.5, "lost_steps": 2.5, "other": 0.0}
+    assert (found["memory"]["estimate"], found["memory"]["peak"]) == (4 << 30, 3 << 30)
+    assert found["memory"]["terms"] == {"weights": 3 << 30, "activations": 1 << 30}
+    (source, held_out) = found["data"]["sources"]
+    assert source == {
+        "source": "hf://datasets/maker/records/train",
+        "split": "train",
+        "revision": "d" * 40,
+        "weight": 1.0,
+        "files": 2,
+        "counts": {
+            "num_records": 30,
+            "num_dropped": 2,
+            "num_repeated": None,
+            "num_tokens": 4321,
+            "num_supervised_tokens": 1234,
+        },
+    }
+    assert held_out["source"] == "pvc://data/held-out"
+    assert found["data"]["splits"] == {"train": {"num_sequences": 12, "num_dropped": 2, "num_tokens": 4321}}
+    assert found["data"]["record_lengths"] == {"1": 2, "16": 7, "32": 14}
+    assert found["data"]["warnings"] == [{"rule": "chat-words-left-out", "message": "a message", "fix": "a fix"}]
+    verified = found["verification"]
+    assert (verified["passed"], verified["faults"]) == (True, [])
+    assert (verified["untouched_tensors"], verified["changed_tensors"]) == (11, 28)
+    assert (verified["mean_kl"], verified["top1_agreement"], verified["min_top1_agreement"]) == (1e-4, 0.99, 0.97)
+    assert "vllm serve ./merged" in [each["line"] for each in found["commands"]]
+    assert found["settings"]["r"] == "16"
+    assert "spec.method.lora.loraAlpha" in [each["field"] for each in found["choices"]]
+    assert found["provenance"]["base revision"] == BASE_COMMIT
+    assert found["left_out"] == {}
+
+
+def test_what_is_not_known_is_null_for_programs(tmp_path: Path) -> None:
+    facts = example(tmp_path, {"method.type": "Full"}).facts()
+    facts = dataclasses.replace(facts, history=TrainingHistory((Point(1, None, None),), 0, 0))
+    found = read(run_summary(facts, Timeline(), Samples(reason="nothing was held out")).json_text())
+    assert [found[name] for name in ("held_out_loss", "memory", "verification")] == [None, None, None]
+    assert (found["verdict"]["outcome"], found["samples"]["reason"]) == ("NotMerged", "nothing was held out")
+    assert (found["curves"]["loss"], found["time"]["attempts"], found["time"]["goodput"]) == ([], [], None)
 
 
 # Markup
@@ -385,8 +485,11 @@ def structure(page: Page) -> list[tuple[str, dict[str, str]]]:
 @settings(max_examples=60, deadline=None)
 @given(text=HOSTILE)
 def test_no_text_of_a_stranger_is_markup_and_none_hides(made: tuple[RunFacts, Timeline], text: str) -> None:
-    html = report_page(*with_texts(made, lambda: text))
+    strange = with_texts(made, lambda: text)
+    html = report_page(*strange)
     html.encode()
+    told = read(run_summary(*strange).json_text())
+    assert told["samples"]["answers"][0]["prompt"] == told["job"]["name"] == shown(text)
     page = Page(html)
     check_markup(page)
     # A plain word in its place gives the same tags with the same attributes: nothing of the text is markup.
@@ -410,6 +513,9 @@ def test_no_number_of_a_stranger_ends_the_run(made: tuple[RunFacts, Timeline], n
             update={"memory": {"weights": whole, "activations": -1, "a": 1 << 30}, "record_lengths": {whole: whole}}
         ),
     )
+    told = read(run_summary(facts, seen, ANSWERS).json_text())
+    assert (told["training"]["tokens"], told["memory"]["estimate"], told["memory"]["peak"]) == (None, 1 << 30, None)
+    assert (told["time"]["attempts"][0]["seconds"], told["time"]["other_seconds"]) == (None, {"other": None})
     page = Page(report_page(facts, seen, ANSWERS))
     check_markup(page)
     assert "Estimated before the start: 1.0 GiB for the fullest rank. The peak was not measured." in page.text
@@ -417,7 +523,11 @@ def test_no_number_of_a_stranger_ends_the_run(made: tuple[RunFacts, Timeline], n
 
 @pytest.mark.parametrize("text", ["<" * 5000, "\U0001f600" * 5000, "&amp;" * 3000])
 def test_however_much_strangers_say_the_page_stays_below_a_megabyte(made: tuple[RunFacts, Timeline], text: str) -> None:
-    html = report_page(*with_texts(made, lambda: text, rows=200))
+    strange = with_texts(made, lambda: text, rows=210)
+    html = report_page(*strange)
+    told = run_summary(*strange).json_text()
     assert len(html.encode()) < 1 << 20
+    assert len(told.encode()) < 4 << 20
+    assert read(told)["left_out"] == dict.fromkeys(("attempts", "sources", "warnings", "choices"), 210 - MAX_ENTRIES)
     for things in ("attempts", "sources", "warnings", "choices"):
-        assert f"{200 - MAX_ROWS} more {things} are not shown" in html
+        assert f"{210 - MAX_ROWS} more {things} are not shown" in html

@@ -30,7 +30,7 @@ from tests.support.forked_ranks import run_gang
 from tests.support.tiny_model import run_context, tiny_spec
 from tests.unit.finetune_trainer.release.example import model_report
 
-RELEASED = {"README.md", "provenance.json", "report.html", "SHA256SUMS"}
+RELEASED = {"README.md", "provenance.json", "report.html", "report.json", "SHA256SUMS"}
 VERIFIED = {"verification.json", "verification.md"}
 DESCRIBED = {"model_card_sha256", "report_sha256", "provenance_sha256", "checksums_sha256"}
 
@@ -159,7 +159,7 @@ def test_a_model_that_fails_its_verification_is_quarantined(trained: Trained, tm
     assert code == EXIT_CODES[FailureClass.VERIFICATION_FAILED]
     assert report.failure is FailureClass.VERIFICATION_FAILED
     # Nothing says any more that this is complete.
-    assert names(context.output.root) == {"adapter", "merged.quarantined", *VERIFIED, "report.html"}
+    assert names(context.output.root) == {"adapter", "merged.quarantined", *VERIFIED, "report.html", "report.json"}
     assert not (context.output.adapter / "README.md").exists()
     page = context.output.report.read_text()
     assert "The merged model failed its verification" in page
@@ -250,7 +250,7 @@ def test_a_run_that_ends_anywhere_is_not_taken_for_complete_and_the_next_one_com
     shutil.rmtree(context.output.root)
     assert run_merge(context)[0] == 0
     second = content(context.output.root)
-    assert {name for name in first if first[name] != second[name]} <= {*VERIFIED, "report.html", "SHA256SUMS"}
+    assert {name for name in first if first[name] != second[name]} <= {*VERIFIED, "report.html", "report.json", "SHA256SUMS"}
     assert set(first) == set(second)
 
 
