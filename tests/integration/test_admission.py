@@ -309,6 +309,35 @@ def test_a_tenant_writes_neither_status_nor_what_the_operator_makes(workload: Wo
 
 
 @pytest.mark.usefixtures("policy_is_asked")
+@pytest.mark.parametrize("label", [{"finetune.dev/job-uid": "any"}, {"app.kubernetes.io/managed-by": "finetune-operator"}])
+def test_nobody_who_may_make_pods_or_jobs_takes_part_in_a_run(workload: Workload, label: dict[str, str]) -> None:
+    all_of = {"verbs": ["create", "get", "patch"]}
+    tenant = user(workload, "mallory", {**PODS, **all_of}, {"apiGroups": ["batch"], "resources": ["jobs"], **all_of})
+    container = {"name": "main", "image": "registry.example/own"}
+    pod = {"spec": {"containers": [container], "restartPolicy": "Never"}}
+    job = {"spec": {"suspend": True, "template": pod}}
+
+    def refused(action: Callable[[], object]) -> str:
+        with pytest.raises(RefusedError) as answer:
+            action()
+        assert answer.value.code == 403
+        return str(answer.value)
+
+    kube, namespace = tenant.kube, workload.namespace
+    bearing = {"metadata": {"name": "forged", "labels": label}}
+    said = refused(lambda: kube.create("Pod", namespace, pod | bearing))
+    assert "are for pods that the operator's Jobs make; remove them from this pod" in said
+    template = {"metadata": {"labels": label}, **pod}
+    forged = {"metadata": {"name": "forged"}, "spec": {"suspend": True, "template": template}}
+    assert "remove them from spec.template of this Job" in refused(lambda: kube.create("Job", namespace, forged))
+    kube.create("Pod", namespace, pod | {"metadata": {"name": "own", "labels": {"app.kubernetes.io/managed-by": "mallory"}}})
+    refused(lambda: kube.patch("Pod", namespace, "own", {"metadata": {"labels": label}}))
+    kube.create("Job", namespace, job | {"metadata": {"name": "own", "labels": label}})
+    refused(lambda: kube.patch("Job", namespace, "own", {"spec": {"template": {"metadata": {"labels": label}}}}))
+    kube.patch("Pod", namespace, "own", {"metadata": {"labels": {"mine": "yes"}}})
+
+
+@pytest.mark.usefixtures("policy_is_asked")
 def test_a_colleague_can_suspend_a_job_but_not_bend_it(workload: Workload) -> None:
     user(workload, "author", USE, GET).apply("shared", fetch=FETCH)
     colleague: Kube = user(workload, "colleague").kube
