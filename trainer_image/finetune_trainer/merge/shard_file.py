@@ -18,6 +18,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune_trainer.files import remove_tree
 from finetune_trainer.merge.journal import Durable
 from finetune_trainer.weights.storage import read_some, translate_os_errors, write_all
 
@@ -47,7 +48,7 @@ class ShardFile:
         if durable is not None and proven is not None:
             self.digest, self.num_done, self.is_resumed = proven, durable.num_bytes, True
         else:
-            path.unlink(missing_ok=True)
+            remove_tree(path)
         with translate_os_errors(path, "written"):
             self._cached = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:

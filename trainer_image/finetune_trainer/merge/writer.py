@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune_trainer.files import MANIFEST_FILE, TEMPORARY_MARK, copy_within, licence_files
+from finetune_trainer.files import MANIFEST_FILE, TEMPORARY_MARK, copy_within, licence_files, remove_tree
 from finetune_trainer.merge.inputs import ADDED_TOKENS_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from finetune_trainer.merge.journal import Journal
 from finetune_trainer.merge.plan import MergePlan, Shard
@@ -112,8 +112,9 @@ class OutputDirectory:
         self.journal = Journal(journal_path(output), plan_sha256, inputs)
         try:
             with translate_os_errors(self.path, "written"):
-                if not self.journal.is_continued and self.path.exists():
-                    shutil.rmtree(self.path)
+                # Whoever can write to the claim can have put anything under this name.
+                if not self.journal.is_continued or not self.path.is_dir() or self.path.is_symlink():
+                    remove_tree(self.path)
                 self.path.mkdir(exist_ok=True)
             sync(output.parent)
         except BaseException:
@@ -126,7 +127,7 @@ class OutputDirectory:
         with translate_os_errors(self.path, "written"):
             for path in self.path.iterdir():
                 if path.name not in names:
-                    path.unlink()
+                    remove_tree(path)
             present = sum(path.stat().st_blocks * 512 for path in self.path.iterdir())
             file_system = os.statvfs(self.path)
         free = file_system.f_bavail * file_system.f_frsize

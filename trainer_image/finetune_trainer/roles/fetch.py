@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import threading
 import time
@@ -38,7 +39,7 @@ from finetune_trainer.fetch.source import (
 )
 from finetune_trainer.fetch.staging import FetchedFile, FetchManifest, FetchStaging, manifest_path, verified_fetch, write_manifest
 from finetune_trainer.fetch.transfer import TransferOptions, fetch_file
-from finetune_trainer.files import file_sha256
+from finetune_trainer.files import file_sha256, remove_tree
 from finetune_trainer.network.environment import s3_service
 from finetune_trainer.network.retry import RetryPolicy, StoppedError, with_retries
 
@@ -259,9 +260,9 @@ def _bring(source: ListedSource, retry_policy: RetryPolicy, counter: _Counter) -
     manifest = FetchManifest(
         source=wanted.item.source, revision=wanted.item.revision, files=tuple(sorted(kept, key=lambda file: file.path))
     )
-    if wanted.target.exists():
+    if os.path.lexists(wanted.target):
         log.warning("%s: what was there is not what was fetched, and is replaced", wanted.name)
-        shutil.rmtree(wanted.target)
+        remove_tree(wanted.target)
     write_manifest(wanted.target, manifest)
     source.staging.publish(wanted.target)
     counter.log_progress()

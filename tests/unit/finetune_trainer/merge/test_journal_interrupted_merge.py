@@ -139,6 +139,21 @@ def replace_shards_by_links(output: Path) -> None:
         path.symlink_to(output.parent / path.name)
 
 
+def put_a_link(place: Path) -> None:
+    """To a directory with a file of somebody else, which has to stay."""
+    elsewhere = place.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "model.safetensors").write_text("somebody else's")
+    shutil.rmtree(place)
+    place.symlink_to(elsewhere)
+
+
+def put_directories_for_shards(output: Path) -> None:
+    for path in temporary_directory(output).glob("*.safetensors"):
+        path.unlink()
+        (path / "inside").mkdir(parents=True)
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -150,8 +165,14 @@ def replace_shards_by_links(output: Path) -> None:
         lambda output: journal_path(output).write_bytes(b"not ours"),
         lambda output: journal_path(output).unlink(),
         lambda output: shutil.rmtree(temporary_directory(output)),
+        lambda output: put_a_link(temporary_directory(output)),
+        lambda output: (put_a_link(temporary_directory(output)), journal_path(output).unlink()),
+        put_directories_for_shards,
     ],
-    ids=["bytes", "record", "size", "links", "first record", "foreign", "no journal", "no directory"],
+    ids=[
+        *("bytes", "record", "size", "links", "first record", "foreign", "no journal", "no directory"),
+        *("a link", "a link and no journal", "directories"),
+    ],
 )
 def test_what_is_not_proven_is_made_again(
     pair: tuple[Path, Path], tmp_path: Path, undisturbed: MergeReport, damage: Callable[[Path], None]
@@ -162,14 +183,23 @@ def test_what_is_not_proven_is_made_again(
     report = merge_adapter(options(pair, output))
     assert report.sha256 == undisturbed.sha256
     assert report.bytes_resumed == 0
+    assert not output.is_symlink()
+    assert [path.read_text() for path in tmp_path.glob("elsewhere/*")] in ([], ["somebody else's"])
 
 
+@pytest.mark.parametrize("kind", ["file", "directory", "link"])
 def test_files_that_the_plan_does_not_have_do_not_get_into_the_output(
-    pair: tuple[Path, Path], tmp_path: Path, undisturbed: MergeReport
+    pair: tuple[Path, Path], tmp_path: Path, undisturbed: MergeReport, kind: str
 ) -> None:
     output = tmp_path / "merged"
     interrupt(pair, output)
-    (temporary_directory(output) / "model-00009-of-00009.safetensors").write_bytes(b"more")
+    more = temporary_directory(output) / "model-00009-of-00009.safetensors"
+    if kind == "file":
+        more.write_bytes(b"more")
+    elif kind == "directory":
+        (more / "inside").mkdir(parents=True)
+    else:
+        more.symlink_to(tmp_path)
     assert merge_adapter(options(pair, output)).sha256 == undisturbed.sha256
     assert names(output) == [*sorted(undisturbed.sha256 | {"manifest.json": ""})]
 

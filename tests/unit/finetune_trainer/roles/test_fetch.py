@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +46,22 @@ def test_room_for_exactly_the_files_is_enough_and_a_second_run_copies_nothing(mo
     assert (context.base_model / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     second = fetch(context, LOCAL, QUICK, free_bytes=lambda _directory: 0)
     assert (second.facts["files"], second.facts["transferred_bytes"]) == ("2", "0")
+
+
+@pytest.mark.parametrize("found", ["a directory", "a file", "a link that leads nowhere"])
+def test_what_somebody_put_in_the_place_of_a_source_is_replaced(model_of: ModelOf, tmp_path: Path, found: str) -> None:
+    context = model_of(FILES)
+    context.base_model.parent.mkdir(parents=True, exist_ok=True)
+    if found == "a directory":
+        (context.base_model / "inside").mkdir(parents=True)
+    elif found == "a file":
+        context.base_model.write_text("not a model")
+    else:
+        context.base_model.symlink_to(tmp_path / "nowhere")
+    fetch(context, LOCAL, QUICK)
+    assert sorted(path.name for path in context.base_model.iterdir()) == ["config.json", "model.safetensors"]
+    assert not context.base_model.is_symlink()
+    assert not (tmp_path / "nowhere").exists()
 
 
 def test_a_model_without_safetensors_is_refused_by_its_field(model_of: ModelOf) -> None:
