@@ -9,21 +9,27 @@ plan.
 Torch computes with one thread, as `tests.suites` has it: with more the order of sums, and so the last bit, depends on the
 machine.
 
+Commands that tests call in their own process are built once: Typer would build all of them for each call, which takes longer than
+most do.
+
 Tests that are skipped or left for the night are noted for the summary of `tests.suites`.
 """
 
+import functools
 import gc
 import os
 from collections.abc import Sequence
 
 import pytest
 import structlog
+import typer.testing
 from hypothesis import settings
 
 from tests import left_out
 from tests.support import collector
 
 collector.collect_rarely()
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("fixed", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", derandomize=False, deadline=None, print_blob=True)

@@ -10,13 +10,13 @@ import json
 import math
 import re
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator
 
 from finetune_trainer.inspection.report import StrictModel
 
-VERSION = 1
+VERSION: Final = 1
 """Of the form of `report.json`: a field that changes its meaning or goes away makes another; new fields do not."""
 MAX_TEXT, MAX_LONG_TEXT = 300, 1000
 """Characters of any text, and of prompts, answers and commands."""
