@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from finetune_trainer.verify.skeleton import SkeletonModel, needs_base_weights, skeleton_model
+from finetune_trainer.verify.skeleton import SkeletonModel, element_types, needs_base_weights, skeleton_model
 from finetune_trainer.verify.stored_weights import StoredWeights
 from finetune_trainer.verify.streaming import NotStreamableError, StreamedModels, complete
 from finetune_trainer.weights.errors import MergeError
@@ -67,7 +67,8 @@ def continuations(
     answers: dict[str, list[list[int]]] = {}
     for stored, adapters in groups:
         for by_layer in (True,) if stored.num_bytes <= BY_LAYER_BYTES else (False, True):
-            skeletons = {label: skeleton_model(stored, each, allow_remote_code=allow) for label, each in adapters.items()}
+            types = element_types(stored.directory, allow_remote_code=allow)
+            skeletons = {label: skeleton_model(stored, each, types, allow_remote_code=allow) for label, each in adapters.items()}
             try:
                 answers |= _answers(asked, stored, skeletons, scratch, by_layer=by_layer)
                 break

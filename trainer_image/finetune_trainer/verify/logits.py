@@ -22,7 +22,14 @@ from transformers import PreTrainedModel
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.verify.figures import LogitsFile, PromptFigures, figures_of_prompts, figures_together
 from finetune_trainer.verify.gate import LogitFigures
-from finetune_trainer.verify.skeleton import MergedWeights, WeightSource, model_class, needs_base_weights, skeleton_model
+from finetune_trainer.verify.skeleton import (
+    MergedWeights,
+    WeightSource,
+    element_types,
+    model_class,
+    needs_base_weights,
+    skeleton_model,
+)
 from finetune_trainer.verify.stored_weights import StoredWeights, return_freed_memory
 from finetune_trainer.verify.streaming import (
     NotStreamableError,
@@ -158,7 +165,8 @@ class _StreamedOrWholeModels:
         for adapter in reference.adapters[:-1]:
             weights = MergedWeights(stored, weights, adapter, allow_remote_code=allow)
         last = {label: reference.adapters[-1] if label == ADAPTED else None for label in labels}
-        skeletons = {label: skeleton_model(stored, adapter, allow_remote_code=allow) for label, adapter in last.items()}
+        types = element_types(reference.base, allow_remote_code=allow)
+        skeletons = {label: skeleton_model(stored, adapter, types, allow_remote_code=allow) for label, adapter in last.items()}
         self.dtype = skeletons[labels[0]].dtype
         # The base alone is read together with base + adapter, except where other adapters come between the two.
         groups = [skeletons] if weights is stored else [{label: model} for label, model in skeletons.items()]

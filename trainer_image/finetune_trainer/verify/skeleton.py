@@ -62,11 +62,17 @@ def model_class(directory: Path, *, allow_remote_code: bool = False) -> Any:
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
-def skeleton_model(weights: StoredWeights, adapter: Path | None, *, allow_remote_code: bool = False) -> SkeletonModel:
-    """The model of `weights.directory`, with `adapter` attached. Raises what the libraries raise."""
-    directory = weights.directory
+@dataclass(frozen=True)
+class ElementTypes:
+    """What the library decides of a model's element types, some of them parameter by parameter."""
+
+    of_model: torch.dtype
+    of_parameters: Mapping[str, torch.dtype]
+
+
+def element_types(directory: Path, *, allow_remote_code: bool = False) -> ElementTypes:
+    """Of the model in a directory, as the library loads it. Raises what it raises."""
     loader = model_class(directory, allow_remote_code=allow_remote_code)
-    # The library's own decisions about element types, some of which it takes parameter by parameter.
     example = loader.from_pretrained(
         directory,
         dtype="auto",
@@ -75,17 +81,30 @@ def skeleton_model(weights: StoredWeights, adapter: Path | None, *, allow_remote
         local_files_only=True,
         use_safetensors=True,
     )
-    dtypes = {name: parameter.dtype for name, parameter in example.named_parameters(remove_duplicate=False)}
+    return ElementTypes(
+        example.dtype, {name: parameter.dtype for name, parameter in example.named_parameters(remove_duplicate=False)}
+    )
+
+
+def skeleton_model(
+    weights: StoredWeights, adapter: Path | None, types: ElementTypes | None = None, *, allow_remote_code: bool = False
+) -> SkeletonModel:
+    """The model of `weights.directory`, with `adapter` attached. types: of its elements; None: found out.
+
+    Raises what the libraries raise.
+    """
+    directory = weights.directory
+    types = types or element_types(directory, allow_remote_code=allow_remote_code)
+    loader = model_class(directory, allow_remote_code=allow_remote_code)
     config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
     if weights.num_rows is not None:
         config.get_text_config().vocab_size = weights.num_rows
     with init_empty_weights(include_buffers=False):
-        base: PreTrainedModel = loader.from_config(config, dtype=example.dtype, trust_remote_code=allow_remote_code)
-    del example
+        base: PreTrainedModel = loader.from_config(config, dtype=types.of_model, trust_remote_code=allow_remote_code)
     for name, parameter in base.named_parameters(remove_duplicate=False):
-        if parameter.dtype is not dtypes[name]:
+        if parameter.dtype is not types.of_parameters[name]:
             owner, _, last = name.rpartition(".")
-            held = nn.Parameter(torch.empty_like(parameter, dtype=dtypes[name]), requires_grad=False)
+            held = nn.Parameter(torch.empty_like(parameter, dtype=types.of_parameters[name]), requires_grad=False)
             base.get_submodule(owner)._parameters[last] = held  # noqa: SLF001
     reserve_parameters(base)
     _fill_buffers(base, weights)
