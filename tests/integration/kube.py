@@ -22,6 +22,7 @@ PLURALS = {
     "Event": "/api/v1/{}events",
     "PersistentVolumeClaim": "/api/v1/{}persistentvolumeclaims",
     "Namespace": "/api/v1/namespaces",
+    "Node": "/api/v1/nodes",
     "ServiceAccount": "/api/v1/{}serviceaccounts",
     "Deployment": "/apis/apps/v1/{}deployments",
     "ClusterRole": "/apis/rbac.authorization.k8s.io/v1/clusterroles",

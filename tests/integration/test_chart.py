@@ -97,6 +97,12 @@ def test_what_kueue_is_told_takes_rights_that_are_given_on_request(installed: In
         assert patches & rules_of(of_kind(rendered(installed, "--set", "kueue.readQueues=true", *arguments), kind)) == queues
 
 
+def test_nodes_are_read_on_request(installed: Installed) -> None:
+    right = ("", "nodes", "get")
+    assert right not in rules_of(of_kind(rendered(installed), "ClusterRole"))
+    assert right in rules_of(of_kind(rendered(installed, "--set", "rbac.readNodes=true"), "ClusterRole"))
+
+
 def test_definitions_are_the_generated_ones_and_survive_uninstalling(installed: Installed) -> None:
     crds = of_kind(rendered(installed), "CustomResourceDefinition")
     generated = [yaml.load(path.read_text(), yaml.CSafeLoader) for path in sorted((CHART.parents[1] / "crds").glob("*.yaml"))]

@@ -1,12 +1,14 @@
 """A FineTuneJob on a real API server, its Jobs run by the real Job controller, its pods by the test."""
 
 import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
 
 import pytest
 
 from finetune_job.failures import FailureClass
 from finetune_job.names import CREDENTIALS_MOUNT, LABEL_JOB, Role
-from tests.integration.conftest import OperatorFactory
+from tests.integration.conftest import RELEASE, SYSTEM, OperatorFactory
 from tests.integration.kube import Document
 from tests.integration.workload import Workload
 
@@ -447,3 +449,66 @@ def test_a_label_taken_off_stops_nothing(workload: Workload, operator: OperatorF
     workload.succeed(Role.MERGE)
     workload.wait_for("Succeeded")
     assert len(process.lines("decided")) < 40, "no pass repeats itself"
+
+
+RBAC = {"apiVersion": "rbac.authorization.k8s.io/v1"}
+NODE, XID = "node-with-a-broken-gpu", {"type": "GpuXidError", "status": "True", "reason": "Xid79", "message": "off the bus"}
+
+
+@pytest.fixture
+def bad_node(workload: Workload) -> Iterator[str]:
+    """A profile that names a condition, and a node that gets it; nothing is scheduled there. Returns the profile's name."""
+    kube, name = workload.kube, workload.namespace
+    default = kube.get("FineTuneProfile", "", "default")
+    assert default is not None
+    gpu = {"memory": "80Gi", "faultConditions": [{"type": "GpuXidError"}]}
+    kube.create("FineTuneProfile", "", {**default, "metadata": {"name": name}, "spec": default["spec"] | {"gpu": gpu}})
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}, "spec": {"unschedulable": True}}
+    kube.create("Node", "", node)
+    yield name
+    kube.delete("Node", "", NODE)
+    kube.delete("FineTuneProfile", "", name)
+    for pod in kube.list("Pod", workload.namespace):
+        kube.request("DELETE", f"/api/v1/namespaces/{workload.namespace}/pods/{pod['metadata']['name']}?gracePeriodSeconds=0")
+
+
+def test_a_condition_of_the_node_explains_a_failure_to_an_operator_that_may_read_it(
+    workload: Workload, operator: OperatorFactory, bad_node: str
+) -> None:
+    kube, namespace = workload.kube, workload.namespace
+    process = operator()
+
+    def fails(name: str) -> Document:
+        workload.apply(name, profile=bad_node)
+        workload.succeed(Role.PREFLIGHT, name=name)
+        (pod,) = workload.wait_for_pods(Role.TRAIN, name=name)
+        target = {"apiVersion": "v1", "kind": "Node", "name": NODE}
+        binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod["metadata"]["name"]}, "target": target}
+        kube.request("POST", f"/api/v1/namespaces/{namespace}/pods/{pod['metadata']['name']}/binding", binding)
+        workload.set_running(pod)
+        workload.wait_for("Trained", "Unknown", "Running", name=name)
+        moment = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        conditions = [XID | {"lastTransitionTime": moment, "lastHeartbeatTime": moment}]
+        kube.patch("Node", "", NODE, {"status": {"conditions": conditions}}, "status")
+        workload.fail(pod, FailureClass.INTERNAL, "an operation failed")
+        found: list[Document] = workload.wait(
+            lambda: [one for one in workload.attempts(Role.TRAIN, name) if one.get("failure")], ""
+        )
+        return found[0]
+
+    unread = fails("unread")
+    assert (unread["failure"], unread["counted"]) == ("Internal", True)
+    assert "rbac.readNodes=true" in process.wait_for_line("the conditions of a node cannot be read")["fix"]
+    rules = [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}]
+    kube.create("ClusterRole", "", RBAC | {"kind": "ClusterRole", "metadata": {"name": namespace}, "rules": rules})
+    subjects = [{"kind": "ServiceAccount", "name": RELEASE, "namespace": SYSTEM}]
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": namespace}
+    binding = {"kind": "ClusterRoleBinding", "metadata": {"name": namespace}, "roleRef": role, "subjects": subjects}
+    kube.create("ClusterRoleBinding", "", RBAC | binding)
+    read = fails("read")
+    assert (read["failure"], read.get("counted", False)) == ("DeviceFault", False)
+    assert read["message"].startswith(
+        f"node {NODE} has the condition GpuXidError=True: Xid79 off the bus. The ranks saw: Internal"
+    )
+    for kind in ("ClusterRoleBinding", "ClusterRole"):
+        kube.delete(kind, "", namespace)

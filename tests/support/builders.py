@@ -35,6 +35,7 @@ from finetune_operator.decide.observed import (
     JobView,
     LiveChildren,
     NamespaceView,
+    NodeView,
     Observed,
     PlaceInLine,
     PodView,
@@ -164,6 +165,7 @@ class ObservedBuilder:
     role: Role = Role.PREFLIGHT
     progress: Progress | None = None
     gang_nodes: GangNodesView | None = None
+    nodes_seen: tuple[NodeView, ...] = ()
     waiting_in_queue: int | None = None
 
     # What has happened to the job so far.
@@ -332,6 +334,7 @@ class ObservedBuilder:
             live=self.live,
             refused=self.refused_write,
             line=self.line,
+            nodes=self.nodes_seen,
             waiting_in_queue=self.waiting_in_queue,
             progress=self.progress,
         )

@@ -143,6 +143,12 @@ No Secrets: pods name them, the operator never reads them. No creating of pods: 
 - apiGroups: [""]
   resources: [namespaces]
   verbs: [get]
+{{- if .Values.rbac.readNodes }}
+# Whether a GPU of a node broke, if the profile names conditions that say so.
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [get]
+{{- end }}
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, create]

@@ -57,6 +57,15 @@ class TransferResources(RoleResources):
     """Memory."""
 
 
+class NodeCondition(ApiModel):
+    """A condition of a node that says that a GPU of it is broken."""
+
+    type: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_./]{0,314}[A-Za-z0-9])?$")]
+    """Its type, such as GpuXidError."""
+    status: Literal["True", "False", "Unknown"] = "True"
+    """Its status when a GPU is broken."""
+
+
 class GpuResource(ApiModel):
     """The accelerator of a training pod."""
 
@@ -70,6 +79,10 @@ class GpuResource(ApiModel):
     price_per_hour: Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}(\.[0-9]{1,6})?$")] | None = None
     """Price of one device for an hour, in a currency of the platform's choice, for the metric finetune_cost_total. It holds for
     jobs that start afterwards. Unset: no cost is counted."""
+    fault_conditions: Annotated[list[NodeCondition], Field(max_length=32)] = Field(default_factory=list)
+    """Conditions that an agent which watches GPUs writes on nodes. If a node gets one of them while a gang trains on it, and the
+    gang then fails for no other known cause, that is DeviceFault and not counted. The operator needs the right to read nodes
+    (`rbac.readNodes` of its chart). Not frozen with a plan: it holds for running jobs at once."""
 
 
 class Resources(ApiModel):

@@ -31,6 +31,7 @@ from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOBS, SERVICES, Kind
 from finetune_operator.cluster.live_reads import LiveReads
 from finetune_operator.cluster.namespaces import Namespaces
+from finetune_operator.cluster.nodes import read_nodes
 from finetune_operator.cluster.notes import JobNotes, refused_write
 from finetune_operator.cluster.object_key import belongs_to
 from finetune_operator.cluster.projection import CachedObject
@@ -38,6 +39,7 @@ from finetune_operator.cluster.reader import Reader
 from finetune_operator.cluster.warning_events import WarningEvents
 from finetune_operator.cluster.workloads import Workloads, num_waiting
 from finetune_operator.decide.blocked import needs_live_list
+from finetune_operator.decide.device_faults import nodes_in_question
 from finetune_operator.decide.observed import JobView, Observed, PlaceInLine, ProfileView
 from finetune_operator.decide.stage import attempt_of, current_role, is_ended, is_started, is_terminal
 from finetune_operator.decide.train_stage import queue_of_growth
@@ -158,6 +160,9 @@ class Gatherer:
         observed = self._with_events(observed, now, revisits)
         told = await self._workloads.told(observed.batch_jobs, job.namespace, now, revisits)
         observed = replace(observed, batch_jobs=told)
+        in_question = nodes_in_question(observed)
+        if in_question:
+            observed = replace(observed, nodes=await read_nodes(self._api, in_question))
         queue = queue_of_growth(observed, now)
         if queue is not None:
             observed = replace(observed, waiting_in_queue=await num_waiting(self._api, job.namespace, queue))

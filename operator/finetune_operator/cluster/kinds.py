@@ -70,6 +70,7 @@ EVENTS = Kind("", "v1", "events", "Event")
 LEASES = Kind("coordination.k8s.io", "v1", "leases", "Lease")
 NETWORK_POLICIES = Kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
 NAMESPACES = Kind("", "v1", "namespaces", "Namespace", namespaced=False)
+NODES = Kind("", "v1", "nodes", "Node", namespaced=False)
 CLUSTER_ROLES = Kind("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole", namespaced=False)
 
 WRITTEN_BY_USERS = (PROFILES, JOBS)

@@ -55,6 +55,26 @@ class NamespaceView:
     """Why its labels cannot be read."""
 
 
+@dataclass(frozen=True)
+class NodeConditionView:
+    """A condition of a node."""
+
+    type: str
+    status: str
+    reason: str
+    message: str
+    since: datetime | None
+    """`lastTransitionTime`."""
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """A node."""
+
+    name: str
+    conditions: tuple[NodeConditionView, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class JobConditionView:
     """A condition of a batch Job whose status is True."""
@@ -257,6 +277,8 @@ class Observed:
     """None: the profile sets no limit."""
     too_complex: bool = False
     """Judging this generation of the job took more CPU than a pass may take: before the start it is refused unread."""
+    nodes: tuple[NodeView, ...] = ()
+    """Those that `decide.device_faults.nodes_in_question` names."""
     waiting_in_queue: int | None = None
     """Workloads that wait in the ClusterQueue of training, looked up if `decide.train_stage.queue_of_growth` names its queue;
     None: not looked up, or not known."""

@@ -154,7 +154,8 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.DEVICE_FAULT: Policy(
         _U,
-        "Reported by a rank: its GPU failed the test before training, or the driver told of a fault.",
+        "A rank reports that its GPU failed the test before training or that the driver told of a fault, or its node got a "
+        "condition of `gpu.faultConditions` of the profile.",
         "Cordon the node that the message names, so that the next attempt runs elsewhere.",
         first_pause=60.0,
         most_in_a_row=5,

@@ -15,6 +15,7 @@ from finetune_operator.children.train_job import gang_service, train_job
 from finetune_operator.decide.attempts import GangSize
 from finetune_operator.decide.blocked import wait_for_refused_write
 from finetune_operator.decide.classify import Failure
+from finetune_operator.decide.device_faults import with_device_fault
 from finetune_operator.decide.elastic import Elasticity, elasticity, gang_nodes, grows, nodes_after_failure, nodes_that_came
 from finetune_operator.decide.frozen_plan import PlanLost, frozen_plan
 from finetune_operator.decide.job_state import JobState, State
@@ -38,7 +39,7 @@ def train_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
         nodes = admitted_nodes(limits, nodes, observed.batch_job(Role.TRAIN, attempt_of(observed.job.status, Role.TRAIN)))
     size = None if limits is None else GangSize(nodes, nodes * ranks.processes_per_node)
     stage = RoleStage(observed, result, Role.TRAIN, nodes, ranks.nodes, size)
-    found = quiet_until_told(stage.job_state(), run.owner)
+    found = with_device_fault(observed, quiet_until_told(stage.job_state(), run.owner))
     _report_progress(observed, result, stage.attempt)
     if found.state is State.ABSENT:
         _create(observed, stage, run)

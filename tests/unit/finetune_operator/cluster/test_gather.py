@@ -9,7 +9,7 @@ from finetune_operator.cluster import gather as module
 from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.gather import CLAIM_SEEN_SECONDS, MISSING_RETRY_SECONDS, Gathered, Gatherer
-from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOBS, NAMESPACES, PODS, PROFILES, Kind
+from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOBS, NAMESPACES, NODES, PODS, PROFILES, Kind
 from finetune_operator.cluster.namespaces import Namespaces
 from finetune_operator.cluster.projection import project
 from finetune_operator.cluster.warning_events import WarningEvents
@@ -337,3 +337,13 @@ def test_a_queue_is_asked_only_for_a_gang_that_would_grow(
     scene = Scene()
     scene.add(JOBS, objects.finetune_job())
     assert scene.gather().observed.waiting_in_queue == waiting
+
+
+@pytest.mark.parametrize("names", [(), ("node-a",)])
+def test_nodes_are_read_only_if_a_failure_on_them_is_in_question(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
+    monkeypatch.setattr(module, "nodes_in_question", lambda _: names)
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    scene.add(NODES, {"metadata": {"name": "node-a"}, "status": {}}, seen=False)
+    observed = scene.gather().observed
+    assert [node.name for node in observed.nodes] == [name for _, kind, name in scene.api.calls if kind == "Node"] == [*names]
