@@ -46,7 +46,11 @@ ANSWER_SECONDS = 300.0
 
 
 class FloodedPlane(AuditedPlane):
-    """Without the controllers that look at every pod for every Service: nobody asks for an address here."""
+    """Without the controllers that look at every pod for every Service: nobody asks for an address here. And without the policy
+    for pods with a run's labels, so that the operator gets to see a tenant's.
+    """
+
+    chart_values = ("admission.runPods=false",)
 
     def start(self, name: str, *arguments: str | Path) -> Component:
         """The controller manager leaves those out."""

@@ -21,6 +21,9 @@ from tests.support.installed_chart import RELEASE, SYSTEM
 class AuditedPlane(ControlPlane):
     """Context manager: `kube` acts as administrator; `operator` gives operators with the chart's rights, to be entered."""
 
+    chart_values: tuple[str, ...] = ()
+    """`name=value` of values of the chart."""
+
     def __enter__(self) -> Self:
         super().__enter__()
         try:
@@ -56,7 +59,7 @@ class AuditedPlane(ControlPlane):
         return found
 
     def _install(self) -> None:
-        chart = installed_chart.install(self, self.run.path)
+        chart = installed_chart.install(self, self.run.path, *self.chart_values)
         self.kube = chart.kube
         self.operator_kubeconfig = chart.kubeconfig()
 

@@ -76,6 +76,9 @@ _EXAMPLES: dict[str, Any] = {
     "NetworkDestination.cidr": "10.0.0.0/16",
     "CaBundle.configMap": "authorities",
     "PodResourceClaim.name": "gpus",
+    "NodeCondition.type": "GpuXidError",
+    "LabelRequirement.key": "kubernetes.io/metadata.name",
+    "LabelRequirement.operator": "Exists",
     "NetworkVariable.name": "NCCL_DEBUG",
     "NetworkVariable.value": "WARN",
 }
