@@ -18,6 +18,7 @@ from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.dtypes import resolve_dtypes
+from finetune_trainer.model.invariants import MAGNITUDE
 from finetune_trainer.model.load import (
     SAFETENSORS_DTYPES,
     attention_of,
@@ -109,14 +110,15 @@ def attach_skeleton_adapters(base: PreTrainedModel, plan: RunPlan, directory: Pa
         # With some settings a method cannot say how large its tensors are before it has drawn or counted values.
         return attach(build_with_lazy_zeros(plan, directory), plan)
     if not plan.method.autocast_adapter_dtype:
-        _hold_as_the_base(adapted)
+        _hold_as_the_base(adapted, base.dtype)
     return adapted
 
 
-def _hold_as_the_base(adapted: PeftModel) -> None:
+def _hold_as_the_base(adapted: PeftModel, loaded: torch.dtype) -> None:
     """What PEFT does as it adds an adapter, except to tensors on the meta device: give it its base layer's element type.
 
-    Of packed weights that is the type in which they compute, whatever they are stored as.
+    Of packed weights that is the type in which they compute, whatever they are stored as. Only their magnitudes are measured on
+    the weights as they were before. loaded: element type of these.
     """
     for layer in adapted.modules():
         if isinstance(layer, BaseTunerLayer):
@@ -125,4 +127,5 @@ def _hold_as_the_base(adapted: PeftModel) -> None:
             dtype = getattr(base, "compute_dtype", None) or getattr(weight, "dtype", None)
             if dtype is not None and dtype.is_floating_point:
                 for name in layer.adapter_layer_names:
-                    getattr(layer, name).to(dtype)
+                    is_measured = name == MAGNITUDE and hasattr(base, "compute_dtype")
+                    getattr(layer, name).to(torch.promote_types(dtype, loaded) if is_measured else dtype)

@@ -55,7 +55,7 @@ def check_units(seen: ModelInspection) -> list[Finding]:
         *_shapes([(each.name, parameters[each.name]) for unit in held.values() for each in unit], plan),
     ]
     if fsdp.version == 2:
-        found += _trained_in_two_types(held, fsdp)
+        found += _trained_in_two_types(held, plan)
     else:
         found.append(_treated_differently(model, set(unit_names), plan))
     return [finding for finding in found if finding is not None]
@@ -190,9 +190,14 @@ def _shapes(parameters: Sequence[tuple[str, nn.Parameter]], plan: RunPlan) -> It
             )
 
 
-def _trained_in_two_types(held: Mapping[str, Sequence[HeldParameter]], fsdp: FsdpPlan) -> Iterator[Finding]:
+def _trained_in_two_types(held: Mapping[str, Sequence[HeldParameter]], plan: RunPlan) -> Iterator[Finding]:
+    fix, changes = "set training.precision: fp32, or model.dtype: float32", {"spec.training.precision": "fp32"}
+    lora = plan.method.lora
+    if lora is not None and plan.method.quantization is not None and not lora.autocast_adapter_dtype:
+        # Adapters then take the type that packed weights compute in, and magnitudes that of the weights before.
+        fix, changes = "set method.lora.autocastAdapterDtype: true", {"spec.method.lora.autocastAdapterDtype": True}
     for unit, parameters in held.items():
-        if unit_conflict(parameters, fsdp) is Conflict.TRAINED_TYPES:
+        if unit_conflict(parameters, plan.parallelism.fsdp) is Conflict.TRAINED_TYPES:
             kinds = element_types(each for each in parameters if each.is_trained)
             examples = " and ".join(f"{name} in {kind}" for kind, name in sorted(kinds.items()))
             yield make_finding(
@@ -200,7 +205,7 @@ def _trained_in_two_types(held: Mapping[str, Sequence[HeldParameter]], fsdp: Fsd
                 field="spec.parallelism.fsdp",
                 value=", ".join(sorted(kinds)),
                 message=f"{unit or ROOT} trains {examples}, and FSDP 2 reduces the gradients of a unit in one element type",
-                fix="set training.precision: fp32, or model.dtype: float32",
-                changes={"spec.training.precision": "fp32"},
+                fix=fix,
+                changes=changes,
             )
             return

@@ -97,3 +97,30 @@ def test_a_unit_that_trains_two_element_types_is_refused():
     (finding,) = check_units(attached(model))
     assert (finding.rule, finding.severity, finding.value) == ("trained-in-two-types", "error", "bfloat16, float32")
     assert check_units(attached(model, "0", "1")) == []
+
+
+@pytest.mark.parametrize(
+    ("computed", "loaded", "trained"),
+    [
+        ("bfloat16", "float16", "bfloat16, float32"),
+        ("float16", "bfloat16", "float16, float32"),
+        ("bfloat16", "float32", "bfloat16, float32"),
+        ("float16", "float16", None),
+        ("float32", "bfloat16", None),
+    ],
+)
+def test_magnitudes_of_packed_weights_are_measured_in_the_type_of_before(context, computed, loaded, trained):
+    """PEFT adds an update in the computing type to the weights as they were, and torch promotes both."""
+    changes = {
+        "method": {"type": "QDoRA", "lora": {"autocastAdapterDtype": False}, "quantization": {"computeDtype": computed}},
+        "model.dtype": loaded,
+        "training.optimizer": "SGD",
+        "parallelism": {"processesPerNode": 2, "fsdp": {"version": 2}},
+        "merge.enabled": False,
+    }
+    found = rules(context(changes)).get("trained-in-two-types")
+    assert (found.value if found is not None else None) == trained
+    if found is not None:
+        assert [(one.field, one.value) for one in found.changes] == [("spec.method.lora.autocastAdapterDtype", True)]
+        changes["method"]["lora"]["autocastAdapterDtype"] = True
+        assert "trained-in-two-types" not in rules(context(changes))
