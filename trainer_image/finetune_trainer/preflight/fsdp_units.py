@@ -191,7 +191,8 @@ def _shapes(parameters: Sequence[tuple[str, nn.Parameter]], plan: RunPlan) -> It
 
 
 def _trained_in_two_types(held: Mapping[str, Sequence[HeldParameter]], plan: RunPlan) -> Iterator[Finding]:
-    fix, changes = "set training.precision: fp32, or model.dtype: float32", {"spec.training.precision": "fp32"}
+    fix = "set training.precision: fp32, or model.dtype: float32"
+    changes: dict[str, str | bool] = {"spec.training.precision": "fp32"}
     lora = plan.method.lora
     if lora is not None and plan.method.quantization is not None and not lora.autocast_adapter_dtype:
         # Adapters then take the type that packed weights compute in, and magnitudes that of the weights before.
