@@ -1,4 +1,4 @@
-"""What a kubelet does with the short-lived pods of commands, beside a real API server that has no nodes.
+"""What a kubelet does with the short-lived pods of commands, next to a real API server that has no nodes.
 
 The API server admits the pod and is asked for its log or for a program in it, so it says whether the caller may. Those who may
 get what the pod's own program prints of a folder of this machine.

@@ -40,7 +40,7 @@ from finetune_operator.cluster.warning_events import WarningEvents
 from finetune_operator.cluster.workloads import Workloads, num_waiting
 from finetune_operator.decide.blocked import needs_live_list
 from finetune_operator.decide.device_faults import nodes_in_question
-from finetune_operator.decide.observed import JobView, Observed, PlaceInLine, ProfileView
+from finetune_operator.decide.observed import GangNodesView, JobView, Observed, PlaceInLine, ProfileView
 from finetune_operator.decide.stage import attempt_of, current_role, is_ended, is_started, is_terminal
 from finetune_operator.decide.train_stage import queue_of_growth
 from finetune_operator.decide.validate_stage import has_begun
@@ -188,7 +188,7 @@ class Gatherer:
             batch_jobs=tuple(item.batch_job for item in self._cache.owned(BATCH_JOBS, uid) if item.batch_job is not None),
             pods=tuple(item.pod for item in self._cache.pods_of(uid) if item.pod is not None),
             plan=next((self._reader.plan(item) for item in config_maps if item.key.name == plan_configmap_name(name)), None),
-            gang_nodes=next((item.gang_nodes for item in config_maps if item.key.name == gang_configmap_name(name)), None),
+            gang_nodes=next((_gang_nodes(item) for item in config_maps if item.key.name == gang_configmap_name(name)), None),
             service_exists=bool(self._cache.owned(SERVICES, uid)),
         )
 
@@ -275,6 +275,11 @@ class Gatherer:
             return finished or (pod.role, pod.attempt) != current
 
         self._cache.forget_evidence(job.uid, is_settled)
+
+
+def _gang_nodes(held: CachedObject) -> GangNodesView:
+    """What a ConfigMap of that name tells; what is not readable is taken away as a number of another attempt is."""
+    return held.gang_nodes or GangNodesView(held.key.name, held.key.uid, attempt=-1, nodes=0)
 
 
 def _named(objects: set[tuple[Kind, str]]) -> tuple[str, ...]:

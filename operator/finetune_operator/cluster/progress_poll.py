@@ -84,7 +84,8 @@ class ProgressPoll:
     def rank_zero(self, held: CachedObject) -> PodView | None:
         """The pod of rank 0 of the current training attempt, if it runs.
 
-        A Job adopts every pod with its labels, whoever made it, and deletes one too many of an index: that one is asked last.
+        A Job adopts every pod with its labels, no matter who made it, and deletes those too many of an index. They are asked
+        last.
         """
         attempt = held.summary.attempt if held.summary is not None else -1
         found: PodView | None = None

@@ -84,9 +84,9 @@ def project(kind: Kind, document: Document) -> CachedObject:
         case "ConfigMap":
             data = fields.at("data")
             gang_nodes = None if data.has(PLAN_KEY) else _gang_nodes_view(key, data)
-            if gang_nodes is not None:
-                return CachedObject(key, gang_nodes=gang_nodes, unreadable=fields.notes)
-            return CachedObject(key, *packed({"plan": data.text(PLAN_KEY, 2**20)}), unreadable=fields.notes)
+            # The text of a plan also of what is none: somebody may have put it in the place of one.
+            plan = data.text(PLAN_KEY, 2**20)
+            return CachedObject(key, *packed({"plan": plan}), gang_nodes=gang_nodes, unreadable=fields.notes)
         case "Job":
             return CachedObject(key, batch_job=_batch_job_view(key, fields), unreadable=fields.notes)
         case "Pod":

@@ -185,6 +185,7 @@ class GangNodesView:
     name: str
     uid: str
     attempt: int
+    """-1: it is not readable."""
     nodes: int
 
 

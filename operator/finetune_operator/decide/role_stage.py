@@ -149,17 +149,17 @@ class RoleStage:
 
     def open(self, batch_job: BatchJobView) -> None:
         """Record that the pods of this attempt run."""
-        record, size = self.record, self.size
-        if record is not None and size is not None and record.nodes not in (None, size.nodes):
-            # Its queue took it back and let it go again.
-            self.result.set(attempts=resized(self.observed.job.status, record, size))
-            said = f"Attempt {self.attempt} continues on {size.nodes} of {self.most_nodes} nodes, {record.nodes} before."
-            self.result.emit("Normal", Reason.RESIZING, said)
+        status, record, size = self.observed.job.status, self.record, self.size
         if record is None:
             # A Job that waited in a queue was created long before.
             begun = batch_job.start_time or batch_job.created
             pods = self.observed.pods_of(self.role, self.attempt)
-            self.result.set(attempts=opened(self.observed.job.status, self.role, self.attempt, begun, pods, size=self.size))
+            self.result.set(attempts=opened(status, self.role, self.attempt, begun, pods, size=size))
+        elif size is not None and record.nodes not in (None, size.nodes):
+            # Its queue took it back and let it go again.
+            self.result.set(attempts=resized(status, record, size))
+            said = f"Attempt {self.attempt} continues on {size.nodes} of {self.most_nodes} nodes, {record.nodes} before."
+            self.result.emit("Normal", Reason.RESIZING, said)
 
     def close(self, outcome: Literal["Succeeded", "Failed"], failure: Failure | None = None, *, counted: bool = False) -> None:
         """Record the end of this attempt."""

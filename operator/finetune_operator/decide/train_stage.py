@@ -93,9 +93,8 @@ def _is_resized(observed: Observed, stage: RoleStage, limits: Elasticity, found:
         if now < since + limits.shrink_after:
             stage.result.requeue_at(since + limits.shrink_after)
     told = observed.progress if observed.progress is not None and observed.progress.attempt == stage.attempt else None
-    has_room = not limits.is_queued or observed.waiting_in_queue == 0
-    is_running = found.state is State.RUNNING and has_room
-    if is_running and grows(limits, stage.nodes, status.attempts, now, told=told, before=status.progress):
+    may_grow = found.state is State.RUNNING and (not limits.is_queued or observed.waiting_in_queue == 0)
+    if may_grow and grows(limits, stage.nodes, status.attempts, now, told=told, before=status.progress):
         stage.resize(limits.most, f"Attempt {stage.attempt} has saved and may grow.", batch_job)
         return True
     return False

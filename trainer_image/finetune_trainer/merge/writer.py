@@ -112,7 +112,7 @@ class OutputDirectory:
         self.journal = Journal(journal_path(output), plan_sha256, inputs)
         try:
             with translate_os_errors(self.path, "written"):
-                # Whoever can write to the claim can have put anything under this name.
+                # Anybody who can write to the claim can have put anything under this name.
                 if not self.journal.is_continued or not self.path.is_dir() or self.path.is_symlink():
                     remove_tree(self.path)
                 self.path.mkdir(exist_ok=True)

@@ -66,8 +66,8 @@ def continuations(
     asked, allow = _Asked(prompts, stops, num_tokens), models.allow_remote_code
     answers: dict[str, list[list[int]]] = {}
     for stored, adapters in groups:
+        types = element_types(stored.directory, allow_remote_code=allow)
         for by_layer in (True,) if stored.num_bytes <= BY_LAYER_BYTES else (False, True):
-            types = element_types(stored.directory, allow_remote_code=allow)
             skeletons = {label: skeleton_model(stored, each, types, allow_remote_code=allow) for label, each in adapters.items()}
             try:
                 answers |= _answers(asked, stored, skeletons, scratch, by_layer=by_layer)

@@ -324,6 +324,17 @@ def test_the_plan_and_the_number_of_pods_are_found_by_their_names() -> None:
     assert (observed.gang_nodes.name, observed.gang_nodes.attempt, observed.gang_nodes.nodes) == ("tune-nodes", 2, 3)
 
 
+def test_what_stands_in_the_place_of_the_number_of_pods_is_one_of_no_attempt() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    references = objects.batch_job()["metadata"]["ownerReferences"]
+    metadata = objects.metadata("tune-nodes", "nodes-uid", labels=objects.labels("train", 0), ownerReferences=references)
+    scene.add(CONFIG_MAPS, {"metadata": metadata, "data": {"attempt-0": "many"}})
+    found = scene.gather().observed.gang_nodes
+    assert found is not None
+    assert (found.name, found.uid, found.attempt) == ("tune-nodes", "nodes-uid", -1)
+
+
 @pytest.mark.parametrize(("queue", "waiting"), [("gpus", 2), (None, None)])
 def test_a_queue_is_asked_only_for_a_gang_that_would_grow(
     monkeypatch: pytest.MonkeyPatch, queue: str | None, waiting: int | None

@@ -106,7 +106,9 @@ def test_a_job_that_takes_no_fewer_keeps_the_number_in_its_arguments() -> None:
     assert (record.nodes, [one.message for one in actions.events]) == (None, [])
 
 
-@pytest.mark.parametrize("seen", [admitted(4, told(2), suspended=True), admitted(2, told(2, attempt=7))])
+@pytest.mark.parametrize(
+    "seen", [admitted(4, told(2), suspended=True), admitted(2, told(2, attempt=7)), admitted(2, told(0, attempt=-1))]
+)
 def test_a_number_of_before_is_taken_away(seen: ObservedBuilder) -> None:
     actions = reconcile(seen.build(), T0)
     assert (created(actions), deleted(actions)) == ([], ["ConfigMap/tune-nodes"])
