@@ -171,6 +171,17 @@ def test_the_start_does_no_needless_work() -> None:
     assert frozen > 10_000
 
 
+def test_the_end_goes_through_nothing_that_was_loaded() -> None:
+    first = "import atexit, gc, sys\natexit.register(lambda: print(len(gc.get_objects()), *gc.get_threshold(), file=sys.stderr))"
+    arguments = json.dumps(["validate", "-f", "examples/quickstart.yaml"])
+    done = subprocess.run(
+        [sys.executable, "-c", first + PROGRAM, arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    left, new, *_ = map(int, done.stderr.splitlines()[-1].split())
+    assert left < 1_000
+    assert new > 10_000
+
+
 def test_hundreds_of_manifests_are_judged_in_one_call(tmp_path: Path) -> None:
     text = (ROOT / "examples/quickstart.yaml").read_text()
     many = tmp_path / "many.yaml"
