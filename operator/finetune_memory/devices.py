@@ -82,8 +82,6 @@ works for seconds is slower than for milliseconds, and kernels of eager mode are
 is assumed still: torch 2.11 took flash attention there, at about half of it, and later versions take cuDNN's kernel where they
 can. The part of links was not measured.
 """
-PEAK = Calibration(flops=1.0, attention=1.0, memory=1.0, link=1.0, launch_seconds=0.0)
-"""What no program can pass."""
 NETWORK_BYTES_PER_SECOND = 25e9
 """Assumed between machines, for each device: 200 Gbit/s."""
 

@@ -36,8 +36,6 @@ class Urgency(Enum):
     """Its last pass did something; the next one continues it."""
     CHANGED = 4.0
     """Something about it changed."""
-    ROUTINE = LONGEST_PATIENCE
-    """Looked at to be sure."""
 
 
 @dataclass(frozen=True, slots=True)

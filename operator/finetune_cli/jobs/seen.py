@@ -99,10 +99,6 @@ class SeenJob:
         return documents.moment(self.status.start_time)
 
     @property
-    def completed(self) -> datetime | None:
-        return documents.moment(self.status.completion_time)
-
-    @property
     def num_nodes(self) -> int:
         """Pods of the gang."""
         return max(documents.number(self.spec, "parallelism", "nodes") or 1, 1)

@@ -193,18 +193,17 @@ def test_memory_follows_the_distinct_keys_and_not_what_was_done_with_them(num_ke
     run(scenario())
 
 
-def test_newcomers_come_first_then_what_is_begun_then_changes_then_routine() -> None:
+def test_newcomers_come_first_then_what_is_begun_then_changes() -> None:
     async def scenario() -> None:
         clock = Clock()
         keys = queue(clock)
         keys.add("begun", Urgency.NEW)
         assert await keys.get() == "begun"
-        keys.add("routine", Urgency.ROUTINE)
         keys.add("changed", Urgency.CHANGED)
         keys.requeue_now("begun")
         keys.done("begun")
         keys.add("new", Urgency.NEW)
-        assert await drained(keys) == ["new", "begun", "changed", "routine"]
+        assert await drained(keys) == ["new", "begun", "changed"]
 
     run(scenario())
 

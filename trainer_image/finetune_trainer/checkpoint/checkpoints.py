@@ -60,8 +60,6 @@ class Checkpoints:
         self._failed_in_a_row = 0
         self.failed_saves = 0
         """Saves that failed in this attempt; training continued."""
-        self.last_error = ""
-        """Why the latest of them failed."""
 
     def resume(self) -> Manifest | None:
         """Load the newest valid checkpoint into parameters and optimizer; None if this run has never completed one.
@@ -186,7 +184,6 @@ class Checkpoints:
     def _failed(self, error: SaveError, *, is_last: bool) -> None:
         self.failed_saves += 1
         self._failed_in_a_row += 1
-        self.last_error = str(error)
         if is_last or self._failed_in_a_row >= FAILURES_IN_A_ROW:
             raise error
         log.error("%s; training continues and tries again at the next checkpoint", error)

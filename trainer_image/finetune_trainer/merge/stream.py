@@ -191,13 +191,14 @@ class _StreamProgress:
 class _LazySteps:
     """Loads steps with what torch brings, once the first matrix needs one. `meanwhile`: done before that import is waited for."""
 
-    def __init__(self, sources: Sources, device: str) -> None:
-        self._sources, self._device = sources, device
+    def __init__(self, sources: Sources, device: str, may_compute: threading.Event) -> None:
+        self._sources, self._device, self._may_compute = sources, device, may_compute
         self.meanwhile: Callable[[], None] = lambda: None
 
     @cached_property
     def _loader(self) -> StepLoader:
         self.meanwhile()
+        self._may_compute.wait()
         from finetune_trainer.merge.compute import StepLoader
 
         return StepLoader(self._sources, self._device)
@@ -224,7 +225,9 @@ def stream(
     workers = num_workers or min(WORKERS_PER_SHARD * at_a_time, num_processors + WAITING_WORKERS)
     result = StreamResult()
     sources = Sources({path for shard in files for tensor in shard.tensors for path in _input_files(tensor)})
-    lazy_steps = [_LazySteps(sources, device) for _ in files]
+    # A thread that limits itself to one limits what torch answers others, too: first it is asked how many it had.
+    may_compute = threading.Event()
+    lazy_steps = [_LazySteps(sources, device, may_compute) for _ in files]
     chunkers = [Chunker(steps) for steps in lazy_steps]
     told = _StreamProgress(files, result, progress)
     pool, shard_threads = ThreadPoolExecutor(workers), ThreadPoolExecutor(at_a_time)
@@ -238,7 +241,7 @@ def stream(
         unwritten: deque[Future[None]] = deque()
 
         def submit(chunk: RowChunk, workspace: Workspace) -> None:
-            unhashed.append(_InFlight(chunk, workspace, pool.submit(_compute_chunk, chunk, sources, workspace)))
+            unhashed.append(_InFlight(chunk, workspace, pool.submit(_compute_chunk, chunk, sources, workspace, may_compute)))
 
         def hash_next() -> None:
             while unwritten and unwritten[0].done():
@@ -291,6 +294,7 @@ def stream(
         from finetune_trainer.processes.torch_threads import one_thread_for_each_operation
 
         with one_thread_for_each_operation():  # the workers are the parallelism
+            may_compute.set()
             done, _ = wait(filling, return_when=FIRST_EXCEPTION)
         failures = [error for each in done if (error := each.exception()) is not None]
         if failures:
@@ -299,6 +303,7 @@ def stream(
         result.sha256 = {shard.file_name: file.digest.hexdigest() for shard, file in files.items()}
     finally:
         workspaces.stop()
+        may_compute.set()
         shard_threads.shutdown(wait=True, cancel_futures=True)
         pool.shutdown(wait=True, cancel_futures=True)
         journal_writer.close()
@@ -328,7 +333,7 @@ def _input_files(tensor: OutputTensor) -> set[Path]:
     return {tensor.source.file, *modules, *(header.file for change in changes for header in read_by(change))}
 
 
-def _compute_chunk(chunk: RowChunk, sources: Sources, workspace: Workspace) -> memoryview:
+def _compute_chunk(chunk: RowChunk, sources: Sources, workspace: Workspace, may_compute: threading.Event) -> memoryview:
     """One chunk in a worker: read, compute. The output's bytes in the workspace, as `ShardFile.append` takes them."""
     tensor = chunk.tensor
     # What an adapter brings has yet to be looked at.
@@ -341,6 +346,7 @@ def _compute_chunk(chunk: RowChunk, sources: Sources, workspace: Workspace) -> m
         with view[source_at : source_at + chunk.source_bytes] as source:
             sources.read_into(tensor.source, chunk.source_position, source)
             if not is_plain:
+                may_compute.wait()
                 from finetune_trainer.merge.compute import compute_chunk
 
                 compute_chunk(chunk, source, view[output_at : output_at + chunk.num_bytes])

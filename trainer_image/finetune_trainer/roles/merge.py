@@ -23,6 +23,7 @@ from finetune_trainer.errors import CheckpointError, TrainerError
 from finetune_trainer.files import (
     MANIFEST_FILE,
     TEMPORARY_MARK,
+    FileDigests,
     SpecialFileError,
     file_sha256,
     open_beneath,
@@ -51,6 +52,7 @@ from finetune_trainer.report.timeline import read_timeline
 from finetune_trainer.verify.gate import VerificationGate
 from finetune_trainer.verify.report import VerificationReport
 from finetune_trainer.verify.verification import gate_of_merge, verify_and_name
+from finetune_trainer.weights.headers import read_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +132,9 @@ def _merge_and_verify(
     packed = _packed_in_training(context)
     # Complete results keep their own report; a second one, which says how long it took, stays on the workspace.
     paths = output.merged_paths(context.workspace.root if was_complete else None)
+    digests = FileDigests()
+    # Beside the merge, which waits for the disk.
+    digests.begin(context.base_model / name for name in read_checkpoint(context.base_model).file_bytes)
     merge_adapter(
         MergeOptions(
             base=context.base_model,
@@ -161,6 +166,7 @@ def _merge_and_verify(
         base_sha256=None if preflight is None else preflight.model_files,
         allow_remote_code=plan.model.allow_remote_code,
         withdraw=withdraw,
+        digests=digests,
     )
 
 

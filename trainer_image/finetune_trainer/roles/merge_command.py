@@ -24,6 +24,7 @@ from finetune_job.api.output import MergeSpec
 from finetune_job.failures import EXIT_CODES
 from finetune_job.layout import MergedPaths
 from finetune_trainer.errors import ConfigError, classify
+from finetune_trainer.files import FileDigests
 from finetune_trainer.processes.start import (
     die_with,
     end,
@@ -32,7 +33,7 @@ from finetune_trainer.processes.start import (
     map_torch_libraries,
     preload,
 )
-from finetune_trainer.weights.headers import OUTPUT_DTYPES
+from finetune_trainer.weights.headers import OUTPUT_DTYPES, read_checkpoint
 
 if TYPE_CHECKING:
     from finetune_trainer.merge.changes import Quantization
@@ -106,15 +107,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         device=arguments.device,
     )
     importing = Thread(target=preload, args=(VERIFICATION,), daemon=True)
+    digests = FileDigests()
     if arguments.verify:
         # Beside the merge, which waits for the disk. It takes more memory than the merge, and less than what comes next.
         importing.start()
+        digests.begin(options.base / name for name in read_checkpoint(options.base).file_bytes)
     merged = merge_adapter(options, ProgressLines())
     report = {**dataclasses.asdict(merged), "output": str(output)}
     if not arguments.verify:
         return report
     importing.join()
-    return report | _verify(arguments, options, paths, quantization, merged.num_rows)
+    return report | _verify(arguments, options, paths, quantization, merged.num_rows, digests=digests)
 
 
 def _verify(
@@ -123,6 +126,8 @@ def _verify(
     paths: MergedPaths,
     quantization: Quantization | None,
     num_rows: int | None,
+    *,
+    digests: FileDigests,
 ) -> dict[str, Any]:
     """What the verification adds to the report. Raises VerificationError, and as `verify_and_name` does."""
     from finetune_trainer.verify.prompts import default_prompts
@@ -144,6 +149,7 @@ def _verify(
         base_sha256=None,
         allow_remote_code=False,
         withdraw=lambda _report: None,
+        digests=digests,
     )
     return {"verification": json.loads(paths.report.read_text(encoding="utf-8")), "verification_page": str(paths.page)}
 

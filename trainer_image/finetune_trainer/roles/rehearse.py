@@ -197,13 +197,6 @@ class ModelProcess:
         self.close()
 
 
-def rehearse_in_own_process(context: RunContext) -> RehearsalReport:
-    """The verdict on a job whose model and settings preflight has accepted. Leaves nothing on the workspace."""
-    with ModelProcess(context) as process:
-        process.begin_rehearsal()
-        return process.rehearsal()
-
-
 def _remove(scratch: Path) -> None:
     """With what ranks still wrote that end with their parent."""
     deadline = time.monotonic() + _REMOVAL_SECONDS

@@ -21,7 +21,7 @@ from finetune_trainer.model.load import stored_dtype
 from finetune_trainer.verify.gate import GATES, LogitFigures, VerificationGate, coarsest_dtype, gate_failures
 from finetune_trainer.verify.logits import Reference, compare_logits
 from finetune_trainer.verify.report import Compared, VerificationReport, verification_page
-from finetune_trainer.verify.tensors import check_tensors
+from finetune_trainer.verify.tensors import check_tensors, manifest_faults
 from finetune_trainer.weights.errors import UnsupportedBaseError
 from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, read_checkpoint, read_json
 from finetune_trainer.weights.read_model import read_stored_model
@@ -42,13 +42,14 @@ def verify_merge(
     merged_onto: MergeBase = MergeBase.ORIGINAL,
     base_sha256: Mapping[str, str] | None = None,
     allow_remote_code: bool = False,
+    digests: FileDigests | None = None,
 ) -> VerificationReport:
     """Checks tensors, then logits if the tensors are right, and writes the report, and a page for people where `page_path` says.
 
     adapters: in the order in which they were merged. prompts: held-out token ids, or prompts.default_prompts. gate: see
     gate_of_merge. quantization: how the training that made the adapters packed the base, if it did; then the logits are
     compared with both bases, and the gate is about `merged_onto`. base_sha256: of files of the base, by name, when the training
-    began; None: not known. allow_remote_code: whether the base's own code may run.
+    began; None: not known. allow_remote_code: whether the base's own code may run. digests: of files whose hashing has begun.
     Raises MergeError when a directory cannot be read or the model cannot be verified, ValueError for empty prompts or Dequantized
     without `quantization`.
     """
@@ -56,11 +57,10 @@ def verify_merge(
     onto_dequantized = merged_onto is MergeBase.DEQUANTIZED
     if onto_dequantized and quantization is None:
         raise ValueError("merged_onto is Dequantized, but no quantization is given: nothing was packed in training.")
-    digests = FileDigests()
+    digests = digests or FileDigests()
     digests.begin(directory / name for directory in (merged, base) for name in read_checkpoint(directory).file_bytes)
-    tensors = check_tensors(base, adapters, merged, quantization if onto_dequantized else None, digests)
-    compared = _compared(base, adapters, merged, digests)
-    faults = (*_faults_of_base(compared.base, base_sha256 or {}), *tensors.faults)
+    tensors = check_tensors(base, adapters, merged, quantization if onto_dequantized else None)
+    faults: tuple[str, ...] = tuple(tensors.faults)
     logits: LogitFigures | None = None
     other: LogitFigures | None = None
     if not faults:
@@ -71,6 +71,9 @@ def verify_merge(
         logits, *others = compare_logits(references, merged, prompts, scratch=report_path.parent)
         other = others[0] if others else None
         faults = gate_failures(logits, gate)
+    # Last, because these wait for the digests.
+    compared = _compared(base, adapters, merged, digests)
+    faults = (*_faults_of_base(compared.base, base_sha256 or {}), *manifest_faults(merged, digests), *faults)
     report = VerificationReport(
         passed=not faults,
         faults=faults,
@@ -101,6 +104,7 @@ def verify_and_name(
     base_sha256: Mapping[str, str] | None,
     allow_remote_code: bool,
     withdraw: Callable[[VerificationReport], None],
+    digests: FileDigests | None = None,
 ) -> VerificationReport:
     """Verify the model at `paths.current`; it then is at `paths.verified`. All other arguments but one: as of `verify_merge`.
 
@@ -121,6 +125,7 @@ def verify_and_name(
         merged_onto=merged_onto,
         base_sha256=base_sha256,
         allow_remote_code=allow_remote_code,
+        digests=digests,
     )
     log.info("%s", report.text())
     if not report.passed:

@@ -1,6 +1,8 @@
 """Every merged tensor has exactly the bits of PEFT's merge_and_unload(safe_merge=False) on a CPU."""
 
 import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from finetune_trainer.merge import stream
 from finetune_trainer.merge.changes import Orientation
 from finetune_trainer.merge.merge_adapter import MergeOptions, MergeReport, merge_adapter
 from finetune_trainer.merge.steps import low_rank, products
 from finetune_trainer.merge.steps.step import Scratch
+from finetune_trainer.processes.start import preload
 from finetune_trainer.weights.errors import AdapterTensorDuplicateError
 from tests.unit.finetune_trainer.merge import tiny
 
@@ -237,3 +241,28 @@ def test_a_weight_stored_the_other_way_round_has_pefts_bits_whichever_product_is
     assert torch.equal(merged(real), expected)
     assert torch.equal(merged(lambda *given: real(*given).nextafter(torch.tensor(9e9))), expected)
     assert [list(products.values()) for products in used] == [[real], [low_rank.product]]
+
+
+@pytest.mark.parametrize("out", [None, "float32"], ids=["steps", "casts"])
+def test_operations_have_as_many_threads_after_a_merge_as_before(
+    out: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that computes before the merge has asked how many there were would leave one: verification took twice as long."""
+    base = tiny.save_base(tmp_path / "base", tiny.llama(), torch.bfloat16)
+    adapter = tiny.save_adapter(tmp_path / "adapter", base, LoraConfig(target_modules=["q_proj"]))
+
+    def late(module: str) -> None:
+        preload(module)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(stream, "preload", late)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        # A thread that has not asked before, as the first one of a process.
+        with ThreadPoolExecutor(1) as fresh:
+            fresh.submit(merge_adapter, MergeOptions(base, (adapter,), tmp_path / "merged", out, 1 << 30)).result()
+        with ThreadPoolExecutor(1) as fresh:
+            assert fresh.submit(torch.get_num_threads).result() == 3
+    finally:
+        torch.set_num_threads(before)

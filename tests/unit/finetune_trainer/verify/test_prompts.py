@@ -28,7 +28,7 @@ def test_prompts_are_the_same_each_time_and_hold_ordinary_tokens_only(tmp_path: 
     )
     prompts = default_prompts(base)
     assert prompts == default_prompts(base)
-    assert [len(prompt) for prompt in prompts] == [64] * 8
+    assert [len(prompt) for prompt in prompts] == [32] * 8
     assert {token for prompt in prompts for token in prompt} == set(range(40)) - {1, 2, 3, 4, 5, 39}
     assert len({tuple(prompt) for prompt in prompts}) == 8
 

@@ -137,7 +137,7 @@ def test_a_changed_tensor_beyond_rounding_is_found(triple: tuple[Path, Path, Pat
     assert any(f"tensor {name} at [0, " in fault for fault in check_tensors(base, [adapter], merged).faults)
 
 
-def test_a_bit_that_rots_after_the_merge_is_found_anywhere(triple: tuple[Path, Path, Path]) -> None:
+def test_a_bit_that_rots_after_the_merge_is_found_anywhere(triple: tuple[Path, Path, Path], tmp_path: Path) -> None:
     base, adapter, merged = triple
     path = merged / "model.safetensors"
     with path.open("r+b") as file:
@@ -145,7 +145,15 @@ def test_a_bit_that_rots_after_the_merge_is_found_anywhere(triple: tuple[Path, P
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
-    assert any("sha256" in fault for fault in check_tensors(base, [adapter], merged).faults)
+    report = verify_merge(
+        base=base,
+        adapters=[adapter],
+        merged=merged,
+        prompts=PROMPTS,
+        gate=GATES["bfloat16"],
+        report_path=tmp_path / "report.json",
+    )
+    assert any("sha256" in fault for fault in report.faults)
 
 
 def test_each_file_of_weights_is_hashed_once(
