@@ -1,5 +1,6 @@
 """Entry point of `finetune`, `kubectl finetune` and `python -m finetune_cli`: loads the verbs quickly, and hands over to them."""
 
+import atexit
 import gc
 import os
 import sys
@@ -10,6 +11,9 @@ from finetune_job.plugins import leave_out_plugins
 if TYPE_CHECKING:
     from typer import Typer
 
+NEW_OBJECTS = 50_000
+"""Between two collections."""
+
 
 def main() -> None:
     """Run the verb that the command line names."""
@@ -19,6 +23,9 @@ def main() -> None:
     from finetune_cli.app import COMPLETION, app
 
     gc.freeze()
+    # The verb loads as much again, and that, too, is not gone through at the end.
+    gc.set_threshold(NEW_OBJECTS)
+    atexit.register(gc.freeze)
     gc.enable()
     if COMPLETION in os.environ:
         # Typer does it only for programs with its own two options for this, which would be there twice.

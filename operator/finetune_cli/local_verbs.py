@@ -11,8 +11,7 @@ import typer
 from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life, text_of
 from finetune_cli.cluster_verbs import DEFAULT_CLAIMS, Claims, Context, Local
 from finetune_cli.exit_codes import LocalError
-from finetune_job.api.base import Dtype
-from finetune_job.api.output import MergeBase, MergeSpec
+from finetune_job.api.enumerations import LARGEST_SHARD, Dtype, MergeBase
 
 if TYPE_CHECKING:
     from finetune_cli.commands.change_jobs import Change
@@ -129,7 +128,7 @@ def merge(
     ],
     output: Annotated[Path, typer.Option(help="Directory of the merged model; made, and complete once it exists.")],
     dtype: Annotated[Dtype | None, typer.Option(help="Element type of the merged weights. Unset: the base's own.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest weight shard.")] = MergeSpec.model_fields["max_shard_size"].default,
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight shard.")] = LARGEST_SHARD,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the result with base and adapter.")] = True,
     prompts: Annotated[Path | None, typer.Option(help="File with a prompt on each line for the comparison of logits.")] = None,
     base_form: Annotated[

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from finetune_job.api.base import Dtype
-from finetune_job.api.output import AccessMode, MergeBase
+from finetune_job.api.enumerations import Dtype, MergeBase
+from finetune_job.api.output import AccessMode
 from finetune_job.api.training import ActivationCheckpointing, Precision
 from finetune_job.finding import FieldChange
 from finetune_job.method_settings import effective_settings

@@ -11,7 +11,7 @@ from peft import get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from finetune_job.api.output import MergeBase
+from finetune_job.api.enumerations import MergeBase
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.model.adapters import adapter_config

@@ -10,7 +10,7 @@ import torch
 from bitsandbytes.functional import has_avx512bf16
 from pydantic import ValidationError
 
-from finetune_job.api.output import MergeBase
+from finetune_job.api.enumerations import MergeBase
 from finetune_trainer.merge.quantized_base import training_quantization
 from finetune_trainer.model.load import quantization_config
 from finetune_trainer.weights.errors import UnsupportedBaseError

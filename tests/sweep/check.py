@@ -12,8 +12,8 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from finetune_job.api.enumerations import MergeBase
 from finetune_job.api.method import LoraInit, MethodType
-from finetune_job.api.output import MergeBase
 from finetune_job.api.training import OptimizerName
 from finetune_job.methods import METHODS, Family
 from finetune_job.plan.run_plan import RunPlan

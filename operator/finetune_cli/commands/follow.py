@@ -30,7 +30,8 @@ def repeatedly(
 
     A cluster that does not answer is tried again, and `told` of once.
 
-    Raises ClusterError for an answer that stays as it is, such as a missing right, and after `MOST_FAILURES` in a row.
+    Raises ClusterError for an answer that stays as it is, such as a missing right, after `MOST_FAILURES` in a row, and where
+    `until` ends it before there was an answer.
     """
     failures, found = 0, None
     while True:
@@ -39,7 +40,7 @@ def repeatedly(
         except ClusterError as error:
             failures += 1
             is_passing = error.status is None or error.status == 429 or error.status >= 500
-            if not is_passing or failures >= MOST_FAILURES:
+            if not is_passing or failures >= MOST_FAILURES or (found is None and until(None)):
                 raise
             if failures == 1:
                 told(f"{error}; trying again")

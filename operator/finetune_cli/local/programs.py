@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.local.launch import Interruption, running
-from finetune_job.api.output import MergeBase
+from finetune_job.api.enumerations import MergeBase
 from finetune_job.failures import CLASS_OF_EXIT_CODE, USER_FAILURES
 from finetune_job.plan.run_plan import RunPlan
 

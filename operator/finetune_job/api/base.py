@@ -6,7 +6,6 @@ model is made by `model_construct()`, which builds none, and annotations are no 
 
 import re
 from decimal import Decimal, InvalidOperation
-from enum import StrEnum
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -34,14 +33,6 @@ class ApiModel(BaseModel):
             return content
         defaulted = {info.alias for info in cls.model_fields.values() if not info.is_required() and info.default is not None}
         return {name: value for name, value in content.items() if value is not None or name not in defaulted}
-
-
-class Dtype(StrEnum):
-    """Element types, by the names torch gives them."""
-
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-    FLOAT32 = "float32"
 
 
 DECIMAL_PATTERN = r"^[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?$"

@@ -5,7 +5,8 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from finetune_job.api.base import HUB_NAME_PATTERN, ApiModel, DecimalString, Dtype, Revision, SecretName, Source
+from finetune_job.api.base import HUB_NAME_PATTERN, ApiModel, DecimalString, Revision, SecretName, Source
+from finetune_job.api.enumerations import Dtype
 
 
 class Attention(StrEnum):

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from finetune_job.api.base import DECIMAL_PATTERN, LONGEST_DECIMAL, ApiModel, DecimalString, Dtype, ModuleName, PatternKey
+from finetune_job.api.base import DECIMAL_PATTERN, LONGEST_DECIMAL, ApiModel, DecimalString, ModuleName, PatternKey
+from finetune_job.api.enumerations import Dtype
 
 
 class MethodType(StrEnum):

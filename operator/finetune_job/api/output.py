@@ -5,21 +5,9 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from finetune_job.api.base import ApiModel, ClaimName, DecimalString, Destination, Dtype, SizeString
+from finetune_job.api.base import ApiModel, ClaimName, DecimalString, Destination, SizeString
+from finetune_job.api.enumerations import LARGEST_SHARD, Dtype, MergeBase
 from finetune_job.api.inputs import SecretRef
-
-
-class MergeBase(StrEnum):
-    """Weights that the adapter is added to. The rule book says why the last two are refused."""
-
-    ORIGINAL = "Original"
-    """As stored, before any quantisation."""
-    DEQUANTIZED = "Dequantized"
-    """QLoRA and QDoRA only: the 4-bit values that the adapter was trained on, written in 16 bits."""
-    QUANTIZED = "Quantized"
-    """The packed weights that the adapter was trained on: refused."""
-    TRAINED = "Trained"
-    """The model in memory at the end of the training, sharded as it is: refused."""
 
 
 class VerifySpec(ApiModel):
@@ -45,7 +33,7 @@ class MergeSpec(ApiModel):
     """Original: the weights as stored, before any quantisation. Dequantized: what an adapter of QLoRA or QDoRA saw in training,
     quantisation errors included. The verification report shows how far either is from what was trained. The others, which other
     tools offer, are refused."""
-    max_shard_size: SizeString = "5GB"
+    max_shard_size: SizeString = LARGEST_SHARD
     """Largest weight shard."""
     verify: VerifySpec = VerifySpec.model_construct()
     """Verification gate."""

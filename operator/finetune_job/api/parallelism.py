@@ -5,7 +5,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from finetune_job.api.base import ApiModel, Dtype, ModuleName
+from finetune_job.api.base import ApiModel, ModuleName
+from finetune_job.api.enumerations import Dtype
 
 
 class AutoWrapPolicy(StrEnum):

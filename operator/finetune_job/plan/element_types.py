@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune_job.api.base import Dtype
+from finetune_job.api.enumerations import Dtype
 from finetune_job.api.method import MethodType
 from finetune_job.api.training import GradientReduction, Precision
 from finetune_job.plan.run_plan import RunPlan

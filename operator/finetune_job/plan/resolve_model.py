@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune_job.api.base import Dtype
+from finetune_job.api.enumerations import Dtype
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.method import ALL_LINEAR, LoraSpec, MethodType, QuantizationSpec, QuantType
 from finetune_job.api.parallelism import AutoWrapPolicy, FsdpSpec, MixedPrecisionSpec

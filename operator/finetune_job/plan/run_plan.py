@@ -11,10 +11,10 @@ from typing import Any, Self, TypeVar
 
 from pydantic import model_validator
 
-from finetune_job.api.base import ClaimPath, Dtype
+from finetune_job.api.base import ClaimPath
+from finetune_job.api.enumerations import Dtype, MergeBase
 from finetune_job.api.inputs import Attention, DataFormat, LossOn
 from finetune_job.api.method import LoraBias, LoraInit, MethodType, QuantStorage, QuantType
-from finetune_job.api.output import MergeBase
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.api.training import ActivationCheckpointing, GradientReduction, OptimizerName, Precision, Scheduler
 from finetune_job.methods import METHODS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune_job.api.base import Dtype
+from finetune_job.api.enumerations import Dtype
 from finetune_job.api.method import QuantStorage
 from finetune_job.api.training import OptimizerName, Precision
 from finetune_job.methods import METHODS, Family

@@ -5,9 +5,8 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Any
 
-from finetune_job.api.base import Dtype
+from finetune_job.api.enumerations import Dtype, MergeBase
 from finetune_job.api.method import MethodType, is_decimal
-from finetune_job.api.output import MergeBase
 from finetune_job.methods import METHODS, Family
 from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, format_value, rule
 from finetune_job.rules.rule_tables import AT_MOST_1, Range, range_rules

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from finetune_job.api.enumerations import MergeBase
 from finetune_job.api.method import MethodType, QuantStorage
-from finetune_job.api.output import MergeBase
 from finetune_job.methods import METHODS, Family, lora_kind
 from finetune_job.plan.element_types import held_dtype
 from finetune_job.plan.resolve_training import world_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune_job.api.base import Dtype
+from finetune_job.api.enumerations import Dtype
 from finetune_job.api.method import LoraSpec
 from finetune_job.plan.element_types import held_dtype
 from finetune_job.rules.rule import Problem, Reproduction, RuleContext, rule

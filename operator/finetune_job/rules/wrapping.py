@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from finetune_job.api.base import Dtype
+from finetune_job.api.enumerations import Dtype
 from finetune_job.api.method import LoraBias
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.methods import METHODS, Family

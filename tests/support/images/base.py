@@ -30,13 +30,13 @@ def package_sources(snapshot: str | None) -> str:
     return "".join(f"deb {options}{host}/{repository}{point} {suite} main\n" for repository, suite in _REPOSITORIES)
 
 
-def _chosen_sources() -> str:
+def chosen_sources() -> str:
     return package_sources(os.environ.get(SNAPSHOT_VARIABLE) or None)
 
 
 def base_hash() -> str:
     """Changes with the way in which the base image is made."""
-    return hashlib.sha256("\0".join((_chosen_sources(), *_OPTIONS, str(EPOCH))).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join((chosen_sources(), *_OPTIONS, str(EPOCH))).encode()).hexdigest()[:16]
 
 
 def base_archive(directory: Path) -> Path:
@@ -54,7 +54,7 @@ def base_archive(directory: Path) -> Path:
         older.unlink()
     with tempfile.TemporaryDirectory(dir=directory, prefix="making-base-") as scratch, timed("base image: mmdebstrap"):
         sources, written = Path(scratch) / "sources.list", Path(scratch) / "base.tar"
-        sources.write_text(_chosen_sources())
+        sources.write_text(chosen_sources())
         run("mmdebstrap", *_OPTIONS, _SUITE, written, sources, environment={"SOURCE_DATE_EPOCH": str(EPOCH)})
         written.rename(archive)
     return archive

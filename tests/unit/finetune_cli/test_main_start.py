@@ -76,6 +76,8 @@ def test_what_needs_no_rules_loads_none(arguments: list[str]) -> None:
     code, modules = json.loads(done.stderr.splitlines()[-1])
     assert code in (0, None)
     assert {"finetune_job.rules.book", "finetune_job.api.job", "finetune_cli.documents"} & set(modules) == set()
+    # Of the others typer itself reads the values of options by pydantic.
+    assert "pydantic" not in modules or not arguments[0].startswith("--")
     assert HEAVY & {name.partition(".")[0] for name in modules} == set()
 
 
@@ -167,6 +169,17 @@ def test_the_start_does_no_needless_work() -> None:
     assert not is_built
     assert collects
     assert frozen > 10_000
+
+
+def test_the_end_goes_through_nothing_that_was_loaded() -> None:
+    first = "import atexit, gc, sys\natexit.register(lambda: print(len(gc.get_objects()), *gc.get_threshold(), file=sys.stderr))"
+    arguments = json.dumps(["validate", "-f", "examples/quickstart.yaml"])
+    done = subprocess.run(
+        [sys.executable, "-c", first + PROGRAM, arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    left, new, *_ = map(int, done.stderr.splitlines()[-1].split())
+    assert left < 1_000
+    assert new > 10_000
 
 
 def test_hundreds_of_manifests_are_judged_in_one_call(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from finetune_job.api.base import Dtype
+from finetune_job.api.enumerations import Dtype
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.sharding import casts

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from finetune_job.api.enumerations import MergeBase
 from finetune_job.api.method import ALL_LINEAR, MethodType
-from finetune_job.api.output import MergeBase
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from finetune_job.api.output import MergeBase
+from finetune_job.api.enumerations import MergeBase
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.methods import METHODS

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from finetune_job.api.base import ClaimPath, Dtype
+from finetune_job.api.base import ClaimPath
+from finetune_job.api.enumerations import Dtype
 from finetune_job.api.training import Precision
 from finetune_job.method_settings import known_settings
 from finetune_job.plan.run_plan import AdapterPlan, LoraPlan, MethodPlan, RunPlan

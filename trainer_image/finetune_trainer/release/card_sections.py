@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from finetune_job.api.output import MergeBase
+from finetune_job.api.enumerations import MergeBase
 from finetune_job.names import MANAGED_BY
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.markdown import block, code, table

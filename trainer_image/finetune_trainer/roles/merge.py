@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from finetune_job.api.output import MergeBase
+from finetune_job.api.enumerations import MergeBase
 from finetune_job.failures import Outcome, TerminationReport
 from finetune_job.layout import MergedPaths, OutputLayout
 from finetune_job.names import Role

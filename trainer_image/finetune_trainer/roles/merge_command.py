@@ -19,7 +19,8 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from finetune_job.api.base import size_bytes
-from finetune_job.api.output import MergeBase, MergeSpec
+from finetune_job.api.enumerations import MergeBase
+from finetune_job.api.output import MergeSpec
 from finetune_job.failures import EXIT_CODES
 from finetune_job.layout import MergedPaths
 from finetune_trainer.errors import ConfigError, classify

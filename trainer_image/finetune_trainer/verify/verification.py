@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from finetune_job.api.output import MergeBase
+from finetune_job.api.enumerations import MergeBase
 from finetune_job.layout import MergedPaths
 from finetune_trainer.errors import VerificationError
 from finetune_trainer.files import MANIFEST_FILE, FileDigests, publish_directory, write_durably

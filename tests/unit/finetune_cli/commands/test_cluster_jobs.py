@@ -363,6 +363,15 @@ def with_version(document: objects.Document, version: str, **progress: object) -
     return changed
 
 
+@pytest.mark.parametrize("command", ["list", "status running"])
+def test_a_single_look_that_gets_no_answer_has_failed(run: Run, server: ApiServer, command: str) -> None:
+    server.fails[JOBS if command == "list" else f"{JOBS}/running"] = 1
+    done = run(command)
+    assert (done.exit_code, done.stdout) == (3, "")
+    assert "503" in done.stderr
+    assert "trying again" not in done.stderr
+
+
 def test_a_watched_list_prints_each_job_that_changes(run: Run, server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = [
         lambda: server.put(JOBS, with_version(objects.RUNNING, "2", step=61)),

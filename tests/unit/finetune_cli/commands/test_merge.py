@@ -17,7 +17,7 @@ from finetune_cli.commands.merge import check_order, merge_document, merge_text
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.launch import Interruption
 from finetune_cli.local.programs import MergeEnd, MergeOrder, merge_directories
-from finetune_job.api.output import MergeBase
+from finetune_job.api.enumerations import MergeBase
 from finetune_job.failures import EXIT_CODES, FailureClass
 
 VERIFIED = {

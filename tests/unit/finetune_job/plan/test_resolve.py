@@ -1,6 +1,7 @@
 """Spec -> RunPlan: every value resolved, every choice recorded, equal plans equal bytes."""
 
-from finetune_job.api.base import ClaimPath, Dtype
+from finetune_job.api.base import ClaimPath
+from finetune_job.api.enumerations import Dtype
 from finetune_job.api.job import parse_job
 from finetune_job.api.profile import FineTuneProfileSpec, PublishSettings
 from finetune_job.plan.digest import canonical_json, plan_sha256, text_sha256

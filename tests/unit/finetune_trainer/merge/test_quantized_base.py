@@ -11,7 +11,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig
 
-from finetune_job.api.base import Dtype
+from finetune_job.api.enumerations import Dtype
 from finetune_job.api.method import QuantStorage, QuantType
 from finetune_job.plan.run_plan import QuantizationPlan
 from finetune_trainer.merge.changes import Quantization

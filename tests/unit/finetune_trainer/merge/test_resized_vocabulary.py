@@ -21,7 +21,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, TrainableTokensConfig, get_p
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PhiConfig, PreTrainedConfig, T5Config
 
-from finetune_job.api.output import MergeBase
+from finetune_job.api.enumerations import MergeBase
 from finetune_trainer.merge import stream
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.inputs import num_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune_job.api.base import Dtype
+from finetune_job.api.enumerations import Dtype
 from finetune_job.api.training import Precision
 from finetune_trainer.rehearsal.comparison import coarsest_dtype
 from finetune_trainer.rehearsal.scaled_plan import float32_plan, scaled_plan

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from finetune_job.api.output import MergeBase
+from finetune_job.api.enumerations import MergeBase
 from finetune_job.failures import FailureClass
 from finetune_job.layout import MergedPaths, OutputLayout
 from finetune_trainer.errors import VerificationError, classify

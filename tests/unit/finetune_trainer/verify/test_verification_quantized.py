@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from finetune_job.api.output import MergeBase
+from finetune_job.api.enumerations import MergeBase
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.verify.gate import GATES
