@@ -30,7 +30,7 @@ def head_of(shape: ModelShape) -> ParameterShape | None:
     heads = [
         each
         for each in shape.parameters
-        if any(f".{name}." in f".{each.name}" for name in HEADS) and each.shape[:1] == (vocabulary,)
+        if each.shape[:1] == (vocabulary,) and any(f".{name}." in f".{each.name}" for name in HEADS)
     ]
     found = heads or [each for each in shape.parameters if each.kind == "embedding" and each.shape[0] >= vocabulary]
     return next((each for each in found if each.is_trained), found[0] if found else None)

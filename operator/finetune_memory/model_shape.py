@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from finetune_job.plan.element_types import DTYPE_BYTES
@@ -54,12 +55,12 @@ class ParameterShape:
     is_trained: bool
     kind: Kind = "other"
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of values."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Unsharded."""
         return self.numel * DTYPE_BYTES[self.dtype]

@@ -12,9 +12,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 200
-WALKS = 25
-BATCHES = 4
-"""Two for each of two workers: every one imports the operator again."""
+WALKS = 50
+BATCHES = 2
+"""One for each of two workers: every one imports the operator again."""
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))

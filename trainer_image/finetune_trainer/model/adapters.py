@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -211,10 +211,14 @@ def plain_lora(trained: torch.Tensor, first: torch.Tensor, name: str) -> torch.T
     )
 
 
-def saved_shape(name: str, shape: tuple[int, ...], model: nn.Module) -> tuple[int, ...]:
-    """Shape in the adapter's file of what is trained in this shape and stored as `name`."""
+def saved_shapes(shapes: Mapping[str, tuple[int, ...]], model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes in the adapter's file of what is trained in these shapes, by the names under which it is stored."""
     if not isinstance(model, PeftModel) or not has_first_values(model):
-        return shape
+        return dict(shapes)
+    return {name: _twice_the_rank(name, shape) for name, shape in shapes.items()}
+
+
+def _twice_the_rank(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     parts = name.split(".")
     twice = (0,) if "lora_A" in parts else (1,) if "lora_B" in parts else ()
     return tuple(2 * size if dimension in twice else size for dimension, size in enumerate(shape))

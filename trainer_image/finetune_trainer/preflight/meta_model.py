@@ -25,7 +25,7 @@ from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.inspection.module_use import observe_use
 from finetune_trainer.inspection.report import ModelStructure
 from finetune_trainer.inspection.skeleton import attach_skeleton_adapters, load_skeleton
-from finetune_trainer.model.adapters import adapter_settings, fixed_tensors, saved_shape, stored_names
+from finetune_trainer.model.adapters import adapter_settings, fixed_tensors, saved_shapes, stored_names
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import (
     check_adapter_bits,
@@ -152,10 +152,7 @@ def describe_structure(seen: ModelInspection) -> Iterable[Finding]:
         fsdp_units=units,
         dtypes={use: _name(getattr(dtypes, use)) for use in ("load", "param", "reduce", "save")},
         trainable=trainable,
-        saved_tensors={
-            stored: saved_shape(stored, shape, model)
-            for stored, shape in ((seen.trained.saved_names[name], shape) for name, shape in trainable.items())
-        },
+        saved_tensors=saved_shapes({seen.trained.saved_names[name]: shape for name, shape in trainable.items()}, model),
         fixed_tensors={name: tuple(tensor.shape) for name, tensor in fixed_tensors(model).items()}
         if isinstance(model, PeftModel)
         else {},

@@ -216,7 +216,8 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found_in_its_stage(model: Path, tmp_path: Path, name: str) -> None:
     fault = FAULTS[name]
-    spec = tiny_spec(parallelism={"processesPerNode": fault.ranks})
+    merge = {"enabled": fault.stage is Stage.MERGE}
+    spec = tiny_spec(parallelism={"processesPerNode": fault.ranks}, merge=merge)
     report = rehearsed(plan_of(spec), model, tmp_path / "root", fault)
     assert report.verdict is Verdict.FAILED, report
     assert [result.stage for result in report.stages if result.problem][:1] == [fault.stage]
@@ -240,7 +241,7 @@ def test_a_planted_fault_is_found_in_its_stage(model: Path, tmp_path: Path, name
     ids=["one-tensor", "part-of-a-rank", "micro-step"],
 )
 def test_sixteen_bits_hide_no_wrong_gradient(coarse_model: Path, tmp_path: Path, fault: Callable[[], None], said: str) -> None:
-    report = rehearsed(plan_of(tiny_spec()), coarse_model, tmp_path / "root", fault)
+    report = rehearsed(plan_of(tiny_spec(merge={"enabled": False})), coarse_model, tmp_path / "root", fault)
     assert [result.stage for result in report.stages if result.problem] == [Stage.COMPARE], report
     assert said in report.findings[0].message
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,11 @@ from finetune_trainer.verify.logits import ADAPTED, BASE, Reference, _decoder_st
 from finetune_trainer.verify.skeleton import ADAPTER_FROM_BASE_WEIGHTS
 from finetune_trainer.verify.stored_weights import StoredWeights
 from finetune_trainer.verify.streaming import NotStreamableError, Prompt, UnverifiableModelError, batches
+from tests.support.forked_ranks import run_processes
 from tests.unit.finetune_trainer.merge import tiny
 from tests.unit.finetune_trainer.merge.test_non_lora import MERGED
 from tests.unit.finetune_trainer.merge.test_non_lora import save_adapter as save_other_adapter
+from tests.unit.finetune_trainer.verify.added_peak import write_added_peak
 
 PROMPTS = [[1, 5, 9, 20, 17, 33, 25, 4], [2, 3, 4], [30, 11, 12, 13, 9, 41]]
 SIZES: dict[str, Any] = {
@@ -170,9 +171,14 @@ def test_logits_have_the_bits_of_whole_models(case: str, tmp_path: Path) -> None
     assert streamed == whole
 
 
+@pytest.fixture(scope="module")
+def base_with_biases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_base(tmp_path_factory.mktemp("biases") / "base", tiny.llama(attention_bias=True), torch.float32)
+
+
 @pytest.mark.parametrize("kind", MERGED)
-def test_methods_outside_loras_family_have_the_bits_of_whole_models(kind: str, tmp_path: Path) -> None:
-    base = tiny.save_base(tmp_path / "base", tiny.llama(attention_bias=True), torch.float32)
+def test_methods_outside_loras_family_have_the_bits_of_whole_models(kind: str, base_with_biases: Path, tmp_path: Path) -> None:
+    base = base_with_biases
     adapter = save_other_adapter(tmp_path / "adapter", base, MethodType(kind))
     reference = Reference(base, [adapter])
     streamed, whole = both_ways(reference, tmp_path)
@@ -291,25 +297,12 @@ def test_what_a_prompt_is_filled_up_with_does_not_change_its_logits(case: str, t
             assert (alone - among).abs().max() <= 4 * torch.finfo(dtype).eps * alone.abs().max()
 
 
-MEASURE = """
-import resource, sys
-from pathlib import Path
-import peft, transformers.models.llama.modeling_llama
-from finetune_trainer.verify.logits import Reference, compare_logits
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-before, (base, adapter) = peak(), map(Path, sys.argv[1:3])
-compare_logits([Reference(base, [adapter])], base, [[1, 5, 9, 70000] * 5, [3, 4, 131071]], base.parent)
-print(peak() - before)
-"""
-
-
 def test_memory_is_bounded_by_neither_the_model_nor_its_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 8}
     monkeypatch.setitem(bench_model.SIZES, "long", {**shape, "num_key_value_heads": 2, "vocab_size": 131072})
     base_bytes = bench_model.write_base(tmp_path / "base", "long")
     adapter_bytes = bench_model.write_adapter(tmp_path / "adapter", "long", tmp_path / "base")
-    command = [sys.executable, "-W", "ignore", "-c", MEASURE, str(tmp_path / "base"), str(tmp_path / "adapter")]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
+    assert run_processes([partial(write_added_peak, tmp_path / "base", tmp_path / "adapter", tmp_path / "peak")]) == [0]
     # Embeddings and head are 256 MiB each: neither is ever whole.
     assert base_bytes > 600 << 20
-    assert int(done.stdout) < (280 << 20) + 2 * adapter_bytes
+    assert int((tmp_path / "peak").read_text()) < (280 << 20) + 2 * adapter_bytes
