@@ -7,6 +7,7 @@ so an unchanged source is never built twice.
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -264,9 +265,10 @@ def _build(module: _Module, compiled: Path) -> None:
 
 def _with_stub(module: _Module, stub: _Stub, go: str, scratch: Path, environment: dict[str, str]) -> Path:
     """A go.mod that names a copy of the dependency with the stub in it: files of the module cache cannot be replaced."""
-    asked = [go, "list", "-m", "-f", "{{.Dir}}", stub.module]
+    # `go list` would give no directory of a module that nobody has downloaded yet.
+    asked = [go, "mod", "download", "-json", stub.module]
     found = subprocess.run(asked, cwd=module.sources, env=environment, capture_output=True, text=True, check=False)
-    original = Path(found.stdout.strip())
+    original = Path(json.loads(found.stdout).get("Dir", "")) if found.returncode == 0 else Path()
     if found.returncode != 0 or not (original / stub.package).is_dir():
         raise BuildError(f"{module.sources} has no {stub.module} with {stub.package}: correct the stub\n{found.stderr}")
     copy = scratch / "module"
