@@ -3,18 +3,21 @@
 A fork server outlives the process that started it by a moment, and a container's processes are children of a daemon: nobody
 waits for them, so their time would be in nobody's account. Here they become children of this process, which waits for them for
 some seconds after the command; what still runs then is named. The exit code is the command's.
+
+If whoever started it ends, or it is told to end, the command is interrupted: tests then take down what they have set up.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """prctl(2)."""
 PATIENCE_SECONDS = 5.0
 """How long what a command leaves may take to end."""
@@ -22,9 +25,12 @@ PATIENCE_SECONDS = 5.0
 
 def main(command: list[str]) -> int:
     """Run the command; its exit code, 128 and more where a signal ended it."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    libc = ctypes.CDLL(None, use_errno=True)
+    for option, value in ((PR_SET_CHILD_SUBREAPER, 1), (PR_SET_PDEATHSIG, signal.SIGTERM)):
+        if libc.prctl(option, value, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"prctl({option})")
     process = subprocess.Popen(command)
+    signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGINT))
     code = None
     while code is None:
         pid, status = os.wait()

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,34 @@ def test_what_a_command_leaves_running_is_named() -> None:
     match = re.fullmatch(r"left running by sh: (\d+) sleep 600\n", printed)
     assert match is not None, printed
     os.kill(int(match[1]), signal.SIGKILL)
+
+
+INTERRUPTED = """
+import sys, time
+from pathlib import Path
+try:
+    Path(sys.argv[1], "begun").touch()
+    time.sleep(60)
+except KeyboardInterrupt:
+    Path(sys.argv[1], "taken down").touch()
+"""
+
+
+def test_a_command_takes_down_what_it_set_up_if_the_run_is_killed(tmp_path: Path) -> None:
+    start = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+    command = [sys.executable, "-m", "tests.reaped", sys.executable, "-c", INTERRUPTED, tmp_path]
+    runner = subprocess.Popen([sys.executable, "-c", start, *command], cwd=ROOT)
+    wait_for(tmp_path / "begun")
+    runner.kill()
+    runner.wait()
+    wait_for(tmp_path / "taken down")
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
 
 
 def test_a_command_that_a_signal_ends_is_no_success() -> None:
