@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune_trainer.inspection.report import Verdict
-from finetune_trainer.roles.rehearse import rehearse_in_own_process
+from finetune_trainer.roles.rehearse import ModelProcess
 from tests.sweep.case import Case
 from tests.sweep.explanations import POLICY
 from tests.sweep.material import claims_of, plan_of
@@ -70,7 +70,9 @@ def rehearsed(entry: dict[str, Any], material: Path) -> Rehearsed:
     claims = Path(tempfile.mkdtemp(prefix=f"{case.id}-", dir=material))
     started = time.monotonic()
     try:
-        report = rehearse_in_own_process(claims_of(case, plan_of(case), material, claims / "claims"))
+        with ModelProcess(claims_of(case, plan_of(case), material, claims / "claims")) as process:
+            process.begin_rehearsal()
+            report = process.rehearsal()
     finally:
         shutil.rmtree(claims, ignore_errors=True)
     said = "; ".join(f"{finding.rule}: {finding.message}" for finding in report.findings) or report.verdict.value

@@ -130,8 +130,13 @@ def _role_and_attempt(batch_job_name: str) -> tuple[Role, int] | None:
     return None if match is None else (Role(match[1]), int(match[2]))
 
 
+def batch_job_view(document: Document) -> BatchJobView | None:
+    """A batch Job; None where its name does not say what it is for. Raises UnreadableObjectError."""
+    fields = Fields(document)
+    return _batch_job_view(key_of(fields), fields)
+
+
 def _batch_job_view(key: ObjectKey, fields: Fields) -> BatchJobView | None:
-    """None where the Job's name does not say what it is for."""
     metadata, status = fields.at("metadata"), fields.at("status")
     place = _role_and_attempt(key.name)
     created = metadata.time("creationTimestamp")
@@ -174,6 +179,12 @@ def _gang_nodes_view(key: ObjectKey, data: Fields) -> GangNodesView | None:
 
 def _gates(text: str) -> tuple[str, ...]:
     return tuple(gate for gate in (part.strip() for part in text.split(",")) if gate)
+
+
+def pod_view(document: Document) -> PodView | None:
+    """A pod; None where the name of its Job does not say what it is for. Raises UnreadableObjectError."""
+    fields = Fields(document)
+    return _pod_view(key_of(fields), fields)
 
 
 def _pod_view(key: ObjectKey, fields: Fields) -> PodView | None:

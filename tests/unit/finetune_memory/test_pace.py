@@ -8,10 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from finetune_memory.devices import ASSUMED, PEAK
+from finetune_memory.devices import ASSUMED, Calibration
 from finetune_memory.pace import StepTime, UnknownPaceError, calculated_pace, run_steps
 from tests.support.builders import JobBuilder, a_job
 from tests.unit.finetune_memory.jobs import judged, shape_of
+
+PEAK = Calibration(flops=1.0, attention=1.0, memory=1.0, link=1.0, launch_seconds=0.0)
+"""What no program can pass."""
 
 TOKENS, HIDDEN, WIDTH, LAYERS, VOCABULARY = 4096, 4096, 14336, 32, 128256
 LINEAR = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * 1024 + 3 * HIDDEN * WIDTH)

@@ -5,19 +5,11 @@ from typing import Any
 import pytest
 
 from finetune_job.names import Role
-from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS
-from finetune_operator.cluster.projection import project
+from finetune_operator.cluster.kinds import CONFIG_MAPS, JOBS
+from finetune_operator.cluster.projection import batch_job_view, pod_view, project
 from finetune_operator.cluster.reader import Reader
-from finetune_operator.decide.observed import BatchJobView, GangNodesView, PodView
+from finetune_operator.decide.observed import GangNodesView
 from tests.unit.finetune_operator.cluster import objects
-
-
-def batch_job_view(document: dict[str, Any]) -> BatchJobView | None:
-    return project(BATCH_JOBS, document).batch_job
-
-
-def pod_view(document: dict[str, Any]) -> PodView | None:
-    return project(PODS, document).pod
 
 
 def test_pod_of_a_failed_rank() -> None:

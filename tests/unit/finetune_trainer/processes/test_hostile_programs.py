@@ -71,7 +71,9 @@ def test_the_check_of_the_model(behaviour: str, context: Any) -> None:
 
 def test_the_rehearsal(behaviour: str, context: Any) -> None:
     job = context({"preflight.rehearsal": "Run"})
-    report = rehearse.rehearse_in_own_process(job)
+    with rehearse.ModelProcess(job) as process:
+        process.begin_rehearsal()
+        report = process.rehearsal()
     assert report.verdict is Verdict.NOT_DONE
     (finding,) = report.findings
     assert (finding.rule, finding.severity) == ("rehearsal-not-done", "warning")
