@@ -10,7 +10,7 @@ from typing import Any
 from finetune_trainer.weights.errors import BrokenCheckpointError
 from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 
-NUM_PROMPTS = 8
+NUM_PROMPTS = 4
 NUM_TOKENS = 32
 """Of each prompt, if the model has as many positions. Products of prompts are most of the time of a verification: with twice as
 many it takes half as long again, and what is wrong shows at nearly every position."""

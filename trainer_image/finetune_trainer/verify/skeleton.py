@@ -23,7 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from finetune_job.methods import METHODS
 from finetune_trainer.model.load import reserve_parameters
 from finetune_trainer.verify.stored_weights import StoredWeights
-from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, read_adapter, read_json
+from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, read_adapter, read_checkpoint, read_json
+from finetune_trainer.weights.rounding import READ_DTYPES
 
 ADAPTER_FROM_BASE_WEIGHTS = frozenset(str(method.peft_type) for method in METHODS.values() if method.needs.decomposes_base)
 """Methods whose layers compute part of themselves from the base's weights as they are attached."""
@@ -71,15 +72,23 @@ class ElementTypes:
 
 
 def element_types(directory: Path, *, allow_remote_code: bool = False) -> ElementTypes:
-    """Of the model in a directory, as the library loads it. Raises what it raises."""
+    """Of the model in a directory, as the library loads it. Raises what it raises.
+
+    It is given what the files' headers say: from the files it would read all values, although it throws them away.
+    """
     loader = model_class(directory, allow_remote_code=allow_remote_code)
-    example = loader.from_pretrained(
-        directory,
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
+    with init_empty_weights(include_buffers=False):
+        built = loader.from_config(config, trust_remote_code=allow_remote_code)
+    # In the order in which the library looks for the first one whose type is the model's, if config.json names none.
+    tensors = sorted(read_checkpoint(directory).tensors.values(), key=lambda header: (header.file, header.name))
+    headers = [header for header in tensors if header.dtype in READ_DTYPES]
+    example = type(built).from_pretrained(
+        None,
+        config=built.config,
+        state_dict={each.name: torch.empty(each.shape, dtype=READ_DTYPES[each.dtype], device="meta") for each in headers},
         dtype="auto",
         device_map={"": "meta"},
-        trust_remote_code=allow_remote_code,
-        local_files_only=True,
-        use_safetensors=True,
     )
     return ElementTypes(
         example.dtype, {name: parameter.dtype for name, parameter in example.named_parameters(remove_duplicate=False)}

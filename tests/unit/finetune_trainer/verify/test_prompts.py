@@ -28,9 +28,11 @@ def test_prompts_are_the_same_each_time_and_hold_ordinary_tokens_only(tmp_path: 
     )
     prompts = default_prompts(base)
     assert prompts == default_prompts(base)
-    assert [len(prompt) for prompt in prompts] == [32] * 8
-    assert {token for prompt in prompts for token in prompt} == set(range(40)) - {1, 2, 3, 4, 5, 39}
-    assert len({tuple(prompt) for prompt in prompts}) == 8
+    assert [len(prompt) for prompt in prompts] == [32] * 4
+    tokens = {token for prompt in prompts for token in prompt}
+    assert tokens <= set(range(40)) - {1, 2, 3, 4, 5, 39}
+    assert len(tokens) > 30
+    assert len({tuple(prompt) for prompt in prompts}) == 4
 
 
 def test_prompts_fit_the_models_positions_and_may_be_described_in_a_text_config(tmp_path: Path) -> None:
