@@ -37,6 +37,8 @@ WHOLE_COPY = "modules_to_save"
 """What PEFT calls that copy; no name that PEFT writes for one contains it."""
 ADAPTER = "default"
 """PEFT's name of the adapter that is trained."""
+REFUSALS = (TypeError, ValueError, ImportError, RuntimeError)
+"""What PEFT raises for settings that it does not take; ImportError where they need a package that is not there."""
 _INITS = {LoraInit.ZERO_B: True, LoraInit.RANDOM: False}
 """What PEFT writes as a truth value. Where we start an adapter from the base's weights ourselves, PEFT is to leave them alone."""
 
@@ -81,7 +83,7 @@ def adapter_config(method: MethodPlan) -> PeftConfig:
         for problem in wrong:
             raise ConfigError(f"spec.method.settings.{problem.name}: {problem.value!r}: {problem.reason}", problem.fix)
         return config_class(method.type)(task_type=TASK, **values)
-    except (TypeError, ValueError, ImportError, RuntimeError) as error:
+    except REFUSALS as error:
         field = METHODS[method.type].family.value
         raise ConfigError(f"spec.{field}: PEFT refuses these settings: {error}", "change them as it says") from error
 

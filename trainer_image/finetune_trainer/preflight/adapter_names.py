@@ -21,7 +21,7 @@ from finetune_job.api.method import ALL_LINEAR
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import LoraPlan
-from finetune_trainer.model.adapters import lora_config
+from finetune_trainer.model.adapters import REFUSALS, lora_config
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.preflight.module_names import (
     LAYER,
@@ -80,7 +80,7 @@ def taken_for_experts(lora: LoraPlan, base: PreTrainedModel) -> frozenset[str]:
     try:
         config = lora_config(lora)
         convert_peft_config_for_transformers(config, model=base, conversions=None)
-    except (TypeError, ValueError):
+    except REFUSALS:
         return written
     added = set(config.target_parameters or ()) - set(lora.target_parameters)
     parameters = [name for name, _ in base.named_parameters()]
@@ -141,7 +141,7 @@ def check_saved_names(seen: ModelInspection) -> list[Finding]:
     try:
         config = lora_config(lora)
         convert_peft_config_for_transformers(config, model=base, conversions=None)
-    except (TypeError, ValueError):
+    except REFUSALS:
         return []  # it says so itself
     adapted = [name for name, _ in base.named_parameters() if any(targets(each, name) for each in config.target_parameters or ())]
     modules = [name for name, _ in base.named_modules() if name]

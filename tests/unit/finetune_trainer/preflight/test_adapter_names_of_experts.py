@@ -115,3 +115,10 @@ def test_experts_that_are_named_as_parameters_are_not_trained_whole_too(models: 
     finding = findings(models, "mixtral", modulesToSave=["experts"], targetParameters=parameters)["experts-adapted-and-saved"]
     assert "spec.method.lora.targetParameters" in finding.fix
     assert findings(models, "mixtral", modulesToSave=["gate"], targetParameters=parameters) == {}
+
+
+def test_settings_for_which_a_package_is_missing_are_refused_and_end_nothing(models: Path) -> None:
+    """PEFT asks for scipy. The rule book refuses this start before; who allows it nevertheless hears of it here."""
+    found = findings(models, "qwen3_moe", initLoraWeights="loftq", modulesToSave=["embed_tokens"])
+    assert [finding.severity for finding in found.values()] == ["error"]
+    assert "scipy" in next(iter(found.values())).message
