@@ -49,16 +49,15 @@ class PromptFigures:
     """The largest logit of the reference."""
     divergences: torch.Tensor
     effects: torch.Tensor
-    """Of no position for prompts that did not go through the base."""
     agrees: torch.Tensor
 
 
-def figures_of_prompts(prompts: Sequence[tuple[LogitsFile, LogitsFile | None, LogitsFile]]) -> list[PromptFigures]:
-    """prompts: of each the logits of reference, base if it went through that, and merged model."""
+def figures_of_prompts(prompts: Sequence[tuple[LogitsFile, LogitsFile, LogitsFile]]) -> list[PromptFigures]:
+    """prompts: of each the logits of reference, base and merged model."""
     return map_in_threads(_figures_of_prompt, prompts)
 
 
-def _figures_of_prompt(files: tuple[LogitsFile, LogitsFile | None, LogitsFile]) -> PromptFigures:
+def _figures_of_prompt(files: tuple[LogitsFile, LogitsFile, LogitsFile]) -> PromptFigures:
     """files: of reference, base and merged model. A vocabulary of another size leaves NaN, which passes no gate."""
     reference, base, merged = files
     tolerance = TIE_UNITS * max(UNIT_ROUNDOFF[str(logits.dtype).removeprefix("torch.")] for logits in (reference, merged))
@@ -73,8 +72,7 @@ def _figures_of_prompt(files: tuple[LogitsFile, LogitsFile | None, LogitsFile]) 
         differences, largest = (expected - found).abs().max(dim=1).values, expected.abs().max(dim=1).values
         chosen = expected.gather(1, found.argmax(dim=1, keepdim=True)).squeeze(1)
         agrees = expected.max(dim=1).values - chosen <= tolerance * largest
-        divergence, *effect = _kl(expected, found, *([] if base is None else [base.positions(first, last)]))
-        blocks.append((differences, largest, divergence, effect[0] if effect else torch.empty(0), agrees))
+        blocks.append((differences, largest, *_kl(expected, found, base.positions(first, last)), agrees))
     return PromptFigures(*(torch.cat(values) for values in zip(*blocks, strict=True)))
 
 

@@ -65,10 +65,10 @@ class LogitFigures:
     """Merged model against base + adapter over all positions of all prompts.
 
     mean_kl: KL(base + adapter || merged), nats per position, over the share of positions that is judged, those that diverge
-    least. effect_mean_kl: the same of KL(base + adapter || base), what the adapter does at all, over the prompts that went
-    through the base. top1_agreement: share of positions whose most likely token under the merged model is the most likely one
-    under base + adapter, or tied with it (TIE_UNITS). usual_abs_difference: what the largest difference of a position is at
-    most, for the share of positions that is judged.
+    least. effect_mean_kl: the same of KL(base + adapter || base), what the adapter does at all. top1_agreement: share of
+    positions whose most likely token under the merged model is the most likely one under base + adapter, or tied with it
+    (TIE_UNITS). usual_abs_difference: what the largest difference of a position is at most, for the share of positions that is
+    judged.
     """
 
     num_prompts: int

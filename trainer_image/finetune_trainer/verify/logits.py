@@ -48,8 +48,6 @@ MAX_WAVE_POSITIONS = 4096
 """Of one pass over the weights; each batch of prompts has two threads, one for the base and one for base + adapters."""
 MAX_WHOLE_BYTES = 4 << 30
 """Of a model that cannot be streamed and is loaded whole instead."""
-PROMPTS_FOR_EACH_OF_BASE = 4
-"""One of so many prompts goes through the base alone, too: what the adapter does at all is told, and need not be known well."""
 FROM_BASE_WEIGHTS = "its adapter is made from the base's weights"
 
 ADAPTED, BASE, MERGED = "adapted", "base", "merged"
@@ -70,8 +68,8 @@ class LogitModels(Protocol):
 
     dtype: torch.dtype
 
-    def logits(self, prompts: Mapping[str, Sequence[Prompt]], directory: Path) -> dict[str, list[Path]]:
-        """By model, a file for each of its prompts; see streaming.py."""
+    def logits(self, prompts: Sequence[Prompt], directory: Path) -> dict[str, list[Path]]:
+        """By model, a file for each prompt; see streaming.py."""
 
 
 def compare_logits(
@@ -98,21 +96,17 @@ def compare_logits(
             expected = []
             for number, model in enumerate(models):
                 (directory / str(number)).mkdir(exist_ok=True)
-                expected.append(model.logits({ADAPTED: wave, BASE: _for_base(wave)}, directory / str(number)))
-            found = result.logits({MERGED: wave}, directory)[MERGED]
+                expected.append(model.logits(wave, directory / str(number)))
+            found = result.logits(wave, directory)[MERGED]
             for number, model in enumerate(models):
                 of_prompts = [
                     (
                         LogitsFile(adapted, prompt.num_positions, model.dtype),
-                        None if base is None else LogitsFile(base, prompt.num_positions, model.dtype),
+                        LogitsFile(base, prompt.num_positions, model.dtype),
                         LogitsFile(other, prompt.num_positions, result.dtype),
                     )
                     for adapted, base, other, prompt in zip(
-                        expected[number][ADAPTED],
-                        [*[None] * (len(wave) - len(expected[number][BASE])), *expected[number][BASE]],
-                        found,
-                        wave,
-                        strict=True,
+                        expected[number][ADAPTED], expected[number][BASE], found, wave, strict=True
                     )
                 ]
                 figures[number] += figures_of_prompts(of_prompts)
@@ -137,11 +131,6 @@ def _waves(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
             wave = []
         wave.append(prompt)
     yield wave
-
-
-def _for_base(wave: list[Prompt]) -> list[Prompt]:
-    """The last ones: if tokens were added, the very last prompt has them."""
-    return wave[-len(wave) // PROMPTS_FOR_EACH_OF_BASE :]
 
 
 def _prompt(ids: Sequence[int], start: int | None) -> Prompt:
@@ -186,7 +175,7 @@ class _StreamedOrWholeModels:
             for group in groups
         ]
 
-    def logits(self, prompts: Mapping[str, Sequence[Prompt]], directory: Path) -> dict[str, list[Path]]:
+    def logits(self, prompts: Sequence[Prompt], directory: Path) -> dict[str, list[Path]]:
         while self._whole is None:
             try:
                 return {label: files for each in self._streamed for label, files in each.logits(prompts, directory).items()}
@@ -219,7 +208,7 @@ class _WholeModels:
         require_whole(reference.base, self._stored.num_bytes, reason)
         self.dtype = torch.get_default_dtype()
 
-    def logits(self, prompts: Mapping[str, Sequence[Prompt]], directory: Path) -> dict[str, list[Path]]:
+    def logits(self, prompts: Sequence[Prompt], directory: Path) -> dict[str, list[Path]]:
         base, allow = self._reference.base, self._reference.allow_remote_code
         loaded: PreTrainedModel = model_class(base, allow_remote_code=allow).from_pretrained(
             base, dtype="auto", trust_remote_code=allow, local_files_only=True, use_safetensors=True
@@ -237,9 +226,9 @@ class _WholeModels:
             if label == ADAPTED:
                 model = _with_adapters(model, self._reference.adapters)
             model.eval()
-            files[label] = [directory / f"{label}-{number}" for number in range(len(prompts[label]))]
-            for batch in batches(prompts[label]):
-                found = logits_of(model, [prompts[label][number] for number in batch], self.dtype)
+            files[label] = [directory / f"{label}-{number}" for number in range(len(prompts))]
+            for batch in batches(prompts):
+                found = logits_of(model, [prompts[number] for number in batch], self.dtype)
                 for number, logits in zip(batch, found, strict=True):
                     write_logits(logits, files[label][number])
         return files

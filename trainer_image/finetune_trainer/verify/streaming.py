@@ -99,20 +99,17 @@ class StreamedModels:
         for model in models.values():
             self._attach(model)
 
-    def logits(self, prompts: Mapping[str, Sequence[Prompt]], directory: Path) -> dict[str, list[Path]]:
-        """Runs each model's prompts through it. Returns its files in `directory`, one per prompt: (positions, vocabulary) in the
-        model's dtype, row after row. Raises NotStreamableError, MergeError.
+    def logits(self, prompts: Sequence[Prompt], directory: Path) -> dict[str, list[Path]]:
+        """Runs all prompts through all models. Returns each model's files in `directory`, one per prompt: (positions, vocabulary)
+        in the model's dtype, row after row. Raises NotStreamableError, MergeError.
         """
-        given = {label: prompts[label] for label in self._models}
-        self.expect(token for each in given.values() for prompt in each for token in (*prompt.ids, *(prompt.decoder_ids or ())))
-        files = {label: [directory / f"{label}-{number}" for number in range(len(each))] for label, each in given.items()}
+        self.expect(token for prompt in prompts for token in (*prompt.ids, *(prompt.decoder_ids or ())))
+        files = {label: [directory / f"{label}-{number}" for number in range(len(prompts))] for label in self._models}
         self.run(
             [
-                partial(
-                    self._write, skeleton, [given[label][number] for number in batch], [files[label][number] for number in batch]
-                )
+                partial(self._write, skeleton, [prompts[number] for number in batch], [files[label][number] for number in batch])
                 for label, skeleton in self._models.items()
-                for batch in batches(given[label])
+                for batch in batches(prompts)
             ]
         )
         return files

@@ -34,14 +34,6 @@ def test_figures_are_those_of_all_positions_of_all_prompts(tmp_path: Path, monke
     assert found.top1_agreement == pytest.approx(2 / 3)  # the merged model chooses the first of two equal tokens
 
 
-def test_the_effect_is_that_of_the_prompts_that_went_through_the_base(tmp_path: Path) -> None:
-    even, tilted = [0.0, 0.0], [0.0, math.log(3.0)]
-    reference, base, merged = (stored(tmp_path / name, [row]) for name, row in (("a", even), ("b", tilted), ("c", even)))
-    found = figures_together(figures_of_prompts([(reference, None, merged), (reference, base, merged)]), chooses_experts=False)
-    assert found.effect_mean_kl == pytest.approx(0.14384103622589045)
-    assert (found.num_positions, found.mean_kl) == (2, 0.0)
-
-
 def test_a_vocabulary_of_another_size_leaves_no_figure_that_passes(tmp_path: Path) -> None:
     reference, base, merged = (stored(tmp_path / name, [[0.0] * size]) for name, size in (("a", 2), ("b", 2), ("c", 3)))
     alike = figures_of_prompts([(reference, base, base)])

@@ -30,17 +30,7 @@ from bench.merge import model as bench_model
 from finetune_job.api.method import MethodType
 from finetune_trainer.verify import logits as logits_module
 from finetune_trainer.verify import streaming
-from finetune_trainer.verify.logits import (
-    ADAPTED,
-    BASE,
-    Reference,
-    _decoder_start,
-    _for_base,
-    _models_of,
-    _prompt,
-    _waves,
-    _WholeModels,
-)
+from finetune_trainer.verify.logits import ADAPTED, BASE, Reference, _decoder_start, _models_of, _prompt, _waves, _WholeModels
 from finetune_trainer.verify.skeleton import ADAPTER_FROM_BASE_WEIGHTS
 from finetune_trainer.verify.stored_weights import StoredWeights
 from finetune_trainer.verify.streaming import NotStreamableError, Prompt, UnverifiableModelError, batches
@@ -168,7 +158,7 @@ def both_ways(
             if kind == "streamed"
             else _WholeModels(reference, (BASE, ADAPTED), "for comparison")
         )
-        files = models.logits({BASE: given, ADAPTED: given}, directory / kind)
+        files = models.logits(given, directory / kind)
         found.append([path.read_bytes() for label in (BASE, ADAPTED) for path in files[label]])
         assert getattr(models, "_whole", None) is None
     assert found[0][: len(prompts)] != found[0][len(prompts) :]  # the adapter does something
@@ -222,8 +212,7 @@ def test_weights_are_read_once_for_all_prompts(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(StoredWeights, "whole", whole)
     reference = made(tmp_path, "llama")
     models = _models_of(reference, (BASE, ADAPTED), tmp_path)
-    prompts = [Prompt(tuple(prompt)) for prompt in PROMPTS]
-    models.logits({BASE: prompts, ADAPTED: prompts}, tmp_path)
+    models.logits([Prompt(tuple(prompt)) for prompt in PROMPTS], tmp_path)
     assert len(read) == len(set(read)) == 2 * 9 + 2  # all but the embeddings, of which rows are read
 
 
@@ -243,13 +232,12 @@ def test_a_model_that_cannot_be_streamed_is_loaded_whole_or_refused(tmp_path: Pa
         {tiny.LlamaConfig: BorrowsWeights},
     )
     models = _models_of(reference, (BASE, ADAPTED), tmp_path)
-    prompts = {BASE: [Prompt((1, 2, 3))], ADAPTED: [Prompt((1, 2, 3))]}
-    files = models.logits(prompts, tmp_path)
+    files = models.logits([Prompt((1, 2, 3))], tmp_path)
     assert isinstance(models._whole, _WholeModels)  # type: ignore[attr-defined]
     assert files[ADAPTED][0].stat().st_size == 3 * 320 * 2
     monkeypatch.setattr(logits_module, "MAX_WHOLE_BYTES", 1000)
     with pytest.raises(UnverifiableModelError, match="cannot be verified layer by layer"):
-        _models_of(reference, (BASE, ADAPTED), tmp_path).logits(prompts, tmp_path)
+        _models_of(reference, (BASE, ADAPTED), tmp_path).logits([Prompt((1, 2, 3))], tmp_path)
 
 
 def test_methods_made_from_the_bases_weights_are_known() -> None:
@@ -264,7 +252,7 @@ def test_a_missing_weight_is_an_error_and_never_zero(tmp_path: Path) -> None:
     skeleton = streamed._models[BASE]
     skeleton.base.model.layers[1].mlp.up_proj._forward_pre_hooks.clear()
     with pytest.raises(NotStreamableError):
-        streamed.logits({BASE: [Prompt((1, 2))]}, tmp_path)
+        streamed.logits([Prompt((1, 2))], tmp_path)
 
 
 def test_a_token_that_no_prompt_holds_is_an_error(tmp_path: Path) -> None:
@@ -276,19 +264,13 @@ def test_a_token_that_no_prompt_holds_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotStreamableError, match="other tokens"):
         streamed._check_ids(embeddings, (torch.tensor([[1, 2, 3]]),))
     with pytest.raises(ValueError, match="token id 320"):
-        streamed.logits({BASE: [Prompt((1, 320))]}, tmp_path)
+        streamed.logits([Prompt((1, 320))], tmp_path)
 
 
 def test_prompts_are_divided_into_waves_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logits_module, "MAX_WAVE_POSITIONS", 10)
     prompts = [Prompt((1,) * size) for size in (12, 4, 6, 1, 1, 1, 1, 10)]
     assert [[prompt.num_positions for prompt in wave] for wave in _waves(prompts)] == [[12], [4, 6], [1, 1, 1, 1], [10]]
-
-
-@pytest.mark.parametrize(("count", "of_base"), [(1, [0]), (4, [3]), (5, [3, 4]), (9, [6, 7, 8])])
-def test_the_base_alone_is_given_one_prompt_of_four_and_the_last_one_always(count: int, of_base: list[int]) -> None:
-    prompts = [Prompt((number,)) for number in range(count)]
-    assert _for_base(prompts) == [prompts[number] for number in of_base]
 
 
 def test_prompts_of_similar_lengths_go_through_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,8 +289,7 @@ def test_what_a_prompt_is_filled_up_with_does_not_change_its_logits(case: str, t
     dtype, start = CASES[case][2], _decoder_start(reference.base)
     for number, prompt in enumerate(PROMPTS):
         models = _models_of(reference, (BASE, ADAPTED), tmp_path)
-        given = [_prompt(prompt, start)]
-        files = models.logits({BASE: given, ADAPTED: given}, tmp_path)
+        files = models.logits([_prompt(prompt, start)], tmp_path)
         for label, place in ((BASE, number), (ADAPTED, len(PROMPTS) + number)):
             alone = torch.frombuffer(bytearray(files[label][0].read_bytes()), dtype=dtype).float()
             among = torch.frombuffer(bytearray(together[place]), dtype=dtype).float()
