@@ -4,7 +4,7 @@ A fork server outlives the process that started it by a moment, and a container'
 waits for them, so their time would be in nobody's account. Here they become children of this process, which waits for them for
 some seconds after the command; what still runs then is named. The exit code is the command's.
 
-If whoever started it ends, or it is told to end, the command is interrupted: tests then take down what they have set up.
+If the process that started it ends, or it is told to end, the command is interrupted: tests then take down what they have set up.
 """
 
 from __future__ import annotations

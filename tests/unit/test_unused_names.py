@@ -26,7 +26,7 @@ READ_BY_TESTS = {
 
 
 def unused(sources: dict[str, str]) -> Iterator[str]:
-    """Names that stand in the sources only where they are defined. Whoever decorates a function has a use for it."""
+    """Names that stand in the sources only where they are defined. A decorator is a use."""
     words = Counter(word for text in sources.values() for word in re.findall(r"\w+", text))
     for text in sources.values():
         tree = ast.parse(text)

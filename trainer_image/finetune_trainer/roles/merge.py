@@ -133,7 +133,7 @@ def _merge_and_verify(
     # Complete results keep their own report; a second one, which says how long it took, stays on the workspace.
     paths = output.merged_paths(context.workspace.root if was_complete else None)
     digests = FileDigests()
-    # Beside the merge, which waits for the disk.
+    # While the merge runs, which waits for the disk.
     digests.begin(context.base_model / name for name in read_checkpoint(context.base_model).file_bytes)
     merge_adapter(
         MergeOptions(

@@ -12,8 +12,8 @@ from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 
 NUM_PROMPTS = 4
 NUM_TOKENS = 32
-"""Of each prompt, if the model has as many positions. Products of prompts are most of the time of a verification: with twice as
-many it takes half as long again, and what is wrong shows at nearly every position."""
+"""Of each prompt, if the model has as many positions. Products of prompts are the largest part of a verification, and a merge
+that is wrong is wrong at nearly every position (gate.py)."""
 _SPECIAL_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "sep_token_id", "unk_token_id")
 _POSITION_FIELDS = ("max_position_embeddings", "n_positions")
 _TOKENIZER_FILE, _TOKENIZER_CONFIG_FILE, _GENERATION_FILE = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
