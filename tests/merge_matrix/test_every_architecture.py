@@ -57,7 +57,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "xlm": {"emb_dim": WIDTH, "n_words": VOCABULARY},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What these types need beside them."""
+"""What these types need in addition."""
 MAX_PARAMETERS = 20_000_000
 INCOMPATIBLE = {model_type: {"out_proj"} for model_type in ("falcon_mamba", "mamba", "mamba2", "nemotron_h")}
 WITHOUT_TINY_MODEL = {

@@ -85,7 +85,7 @@ def download(architecture: str, names: Iterable[str], directory: Path) -> list[P
 
 
 def add_interpreter(root: Path, target: Debian, packages: Sequence[Path], library: Path) -> None:
-    """Make the new directory `root` with an interpreter, whose modules beside `root` lie in `library`.
+    """Make the new directory `root` with an interpreter, whose packages lie in `library`.
 
     Raises:
         ImageError: a shared library that the interpreter or `library` loads is in no package, or is for another machine.
