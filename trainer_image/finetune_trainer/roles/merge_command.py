@@ -116,6 +116,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     report = {**dataclasses.asdict(merged), "output": str(output)}
     if not arguments.verify:
         return report
+    digests.begin(options.output / name for name in read_checkpoint(options.output).file_bytes)
     importing.join()
     return report | _verify(arguments, options, paths, quantization, merged.num_rows, digests=digests)
 
