@@ -226,10 +226,21 @@ def out_of_memory(scale: Scale, rows: Rows) -> str:
 
 
 def throughput(scale: Scale, rows: Rows) -> str:
-    """The benchmark, which keeps its figures itself."""
-    code = speed.main(["--tiny", "--runs", "1", "--steps", "3"] if scale.is_toy else ["--runs", "1"])
-    rows.append({"exit code": code, "figures": str(None if scale.is_toy else speed.RESULT.name)})
-    return "it failed" if code else ""
+    """The benchmark, which keeps its figures itself. On a CPU without a compiler's minutes."""
+    size, contenders = ("tiny", ("ours", "trl")) if scale.is_toy else ("8B", ("ours", "compiled", "fp8", "trl"))
+    return _measured(rows, size, 3 if scale.is_toy else 10, contenders)
+
+
+def long_rows(scale: Scale, rows: Rows) -> str:
+    """The same of long rows, whose layers are computed again in the backward pass."""
+    sizes, contenders = (("tiny-long",), ("ours",)) if scale.is_toy else (("8B-32k", "8B-128k"), ("ours", "compiled"))
+    return "; ".join(filter(None, (_measured(rows, size, 3 if scale.is_toy else 6, contenders) for size in sizes)))
+
+
+def _measured(rows: Rows, size: str, steps: int, contenders: tuple[str, ...]) -> str:
+    code = speed.main(["--size", size, "--runs", "1", "--steps", str(steps), "--contenders", *contenders])
+    rows.append({"size": size, "exit code": code})
+    return f"{size} failed" if code else ""
 
 
 TIERS = {
@@ -240,5 +251,6 @@ TIERS = {
     "calibration": Tier(calibration, "which part of its published peaks a device reaches"),
     "planner": Tier(planner, "the error of the memory planner against peaks of allocated memory of a device, for 30 plans"),
     "out-of-memory": Tier(out_of_memory, "torch's own error of a device without memory, and its failure class"),
-    "throughput": Tier(throughput, "tokens per second and MFU of an 8B Llama at 4,096 packed tokens next to TRL"),
+    "throughput": Tier(throughput, "tokens per second and MFU of an 8B Llama at 4,096 packed tokens next to TRL, and in FP8"),
+    "long": Tier(long_rows, "the same at 32,768 and 131,072 tokens"),
 }
