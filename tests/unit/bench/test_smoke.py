@@ -92,7 +92,18 @@ def test_what_a_gpu_would_show(capfd: pytest.CaptureFixture[str]) -> None:
 
     assert check.main(["--toy"]) == 0
     lines = capfd.readouterr().out.splitlines()
-    for tier in ("kernels", "methods", "pod", "resume", "calibration", "planner", "out-of-memory", "throughput", "long"):
+    for tier in (
+        "kernels",
+        "methods",
+        "pod",
+        "resume",
+        "calibration",
+        "planner",
+        "out-of-memory",
+        "verification",
+        "throughput",
+        "long",
+    ):
         assert [line for line in lines if line.startswith(f"{tier}: passed")]
         assert [line for line in lines if line.startswith(f"{tier}: not shown, because there is no GPU: ")]
     for name, count in (("ours", 2), ("trl", 1)):
