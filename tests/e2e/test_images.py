@@ -26,7 +26,7 @@ from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity
 from tests.support.cluster.cache import cache_root
 from tests.support.images import Image, ImageError, build, locks, rebuilt_manifest
-from tests.support.images.base import base_archive, package_sources
+from tests.support.images.base import KINDS, base_archive, package_sources
 from tests.support.images.buildah import Storage
 from tests.support.images.sources import REPOSITORY, SOURCES, Sources
 from tests.support.images.store import find_image
@@ -265,8 +265,9 @@ def test_second_build_of_the_trainer_gives_the_same_bytes() -> None:
 
 
 @pytest.mark.nightly
-def test_second_base_has_the_same_bytes(tmp_path: Path) -> None:
-    first, second = (base_archive(tmp_path / name) for name in ("first", "second") if not (tmp_path / name).mkdir())
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_base_has_the_same_bytes(kind: str, tmp_path: Path) -> None:
+    first, second = (base_archive(tmp_path / name, kind) for name in ("first", "second") if not (tmp_path / name).mkdir())
     with first.open("rb") as one, second.open("rb") as other:
         assert hashlib.file_digest(one, "sha256").digest() == hashlib.file_digest(other, "sha256").digest()  # type: ignore[arg-type]
 
@@ -351,6 +352,27 @@ def test_versions_are_those_of_the_lock(mounted: _Mounted) -> None:
 
 
 @pytest.mark.parametrize("mounted", ["trainer"], indirect=True)
+def test_trainer_compiles_for_gpus_without_a_compiler(mounted: _Mounted) -> None:
+    launcher = list((mounted.root / "opt/finetune").glob("launcher/*"))
+    if mounted.which == "operator":
+        assert launcher == []
+        return
+    assert [path.name for path in launcher] == ["cuda_utils.cpython-311-x86_64-linux-gnu.so"]
+    assert stat.S_IMODE(launcher[0].stat().st_mode) == 0o555
+    shown = mounted.python(
+        "import json\n"
+        "from pathlib import Path\n"
+        "import triton\n"
+        "from triton.runtime import build\n"
+        "from finetune_trainer.model.compilation import missing_compiler, take_launcher\n"
+        "take_launcher()\n"
+        "source = Path(triton.__file__).parent / 'backends/nvidia/driver.c'\n"
+        "kept = build.compile_so_from_file(str(source), 'cuda_utils', libraries=['libcuda.so.1'])\n"
+        "print(json.dumps([missing_compiler('cuda'), missing_compiler('cpu'), Path(kept).stat().st_size]))\n"
+    )
+    assert json.loads(shown) == [[], ["g++", "c++", "clang++"], launcher[0].stat().st_size]
+
+
 def test_trainer_never_asks_the_hub(mounted: _Mounted) -> None:
     assert {"HF_HUB_OFFLINE=1", "HF_HUB_DISABLE_TELEMETRY=1"} <= set(mounted.config["Env"])
 
@@ -425,7 +447,7 @@ def test_tags_that_were_built_last_are_kept(empty_storage: Storage) -> None:
     storage, sources = empty_storage, SOURCES["operator"]
     reference = f"localhost/{sources.name}"
     (storage.directory / "file.tar").touch()
-    storage.import_base(storage.directory / "file.tar")
+    storage.import_file_system("base", storage.directory / "file.tar")
     for tag in ("c", "b", "d", "a", "d", "b"):
         storage._buildah("tag", "localhost/finetune-base:latest", f"{reference}:built")
         storage.accept(sources, tag, 2)

@@ -75,7 +75,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
     Dimension("offload", (UNSET, "false"), ("true",)),
     Dimension("fsdp_recompute", (UNSET, *_TRUTH)),
     Dimension("recompute", (UNSET, "None", "Selective", "Full")),
-    Dimension("attention", (UNSET, "sdpa", "eager")),
+    Dimension("attention", (UNSET, "sdpa", "eager", "varlen")),
     Dimension("r", ("4", UNSET, "1"), needs=_LORA),
     Dimension("rslora", (UNSET, *_TRUTH), needs=_LORA),
     Dimension("dropout", (UNSET, "0.1"), ("1",), needs=_LORA),

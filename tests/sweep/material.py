@@ -13,7 +13,7 @@ from finetune_job.plan.run_plan import JobIdentity, RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.shard_writer import write_prepared
 from finetune_trainer.data.shards import TRAIN, VALIDATION
-from tests.support.tiny_model import prepared_split
+from tests.support.tiny_model import fused, prepared_split
 from tests.sweep import expected
 from tests.sweep.architectures import ARCHITECTURES, DTYPES, write_base
 from tests.sweep.case import MODEL_CLAIM, Case
@@ -45,8 +45,12 @@ def write_data(root: Path) -> None:
 
 
 def plan_of(case: Case) -> RunPlan:
-    """The plan of a manifest. Raises pydantic.ValidationError where the schema refuses it, and whatever `resolve` raises."""
-    return resolve(IDENTITY, FineTuneJobSpec.model_validate(case.spec()), None)
+    """The plan of a manifest. Raises pydantic.ValidationError where the schema refuses it, and whatever `resolve` raises.
+
+    With attention by bounds LoRA is computed as on a GPU, too.
+    """
+    plan = resolve(IDENTITY, FineTuneJobSpec.model_validate(case.spec()), None)
+    return fused(plan) if case.of("attention") == "varlen" else plan
 
 
 def claims_of(case: Case, plan: RunPlan, material: Path, claims: Path) -> RunContext:

@@ -159,17 +159,18 @@ def _build(sources: Sources, image: Image, directory: Path) -> None:
     image.storage.clear_interrupted()
     # One waits for a mirror and for dpkg, the other for the package index.
     with ThreadPoolExecutor() as parallel:
-        archive = parallel.submit(_base, directory)
+        archives = [parallel.submit(_base, directory, kind) for kind in sources.kinds]
         wheels = parallel.submit(wheelhouse, sources, cache_root() / "wheels")
     with timed(f"{image.name}:{image.tag}: base image into the storage"):
-        image.storage.import_base(archive.result())
+        for kind, archive in zip(sources.kinds, archives, strict=True):
+            image.storage.import_file_system(kind, archive.result())
     with timed(f"{image.name}:{image.tag}: build"):
         image.storage.build(sources, wheels.result())
 
 
-def _base(directory: Path) -> Path:
-    with _locked(directory / "base.lock"):
-        return base_archive(directory)
+def _base(directory: Path, kind: str) -> Path:
+    with _locked(directory / f"{kind}.lock"):
+        return base_archive(directory, kind)
 
 
 def _remove_older_storages(directory: Path, name: str) -> None:

@@ -1,4 +1,7 @@
-"""The base image of the tests and of releases, made from Debian packages because no registry can be asked."""
+"""The images that those of the tests and of releases are built on, made from Debian packages because no registry can be asked.
+
+One stays as the base; the other has a compiler, and is used in a stage whose other files are left behind.
+"""
 
 import hashlib
 import os
@@ -14,7 +17,9 @@ _MIRRORS, _ARCHIVE = "http://deb.debian.org", "http://snapshot.debian.org/archiv
 _SUITE = "bookworm"
 _REPOSITORIES = (("debian", _SUITE), ("debian", f"{_SUITE}-updates"), ("debian-security", f"{_SUITE}-security"))
 _PACKAGES = ("python3.11-minimal", "libpython3.11-stdlib", "tini", "ca-certificates", "libstdc++6")
-_OPTIONS = ("--quiet", "--variant=essential", f"--include={','.join(_PACKAGES)}")
+KINDS = {"base": _PACKAGES, "compiler": (*_PACKAGES, "gcc", "libc6-dev", "libpython3.11-dev")}
+"""Packages of each image, by what it is for."""
+_OPTIONS = ("--quiet", "--variant=essential")
 EPOCH = 0
 """Seconds since 1970: the time of every file and of every image, so that the same input gives the same bytes."""
 
@@ -34,27 +39,31 @@ def chosen_sources() -> str:
     return package_sources(os.environ.get(SNAPSHOT_VARIABLE) or None)
 
 
-def base_hash() -> str:
-    """Changes with the way in which the base image is made."""
-    return hashlib.sha256("\0".join((chosen_sources(), *_OPTIONS, str(EPOCH))).encode()).hexdigest()[:16]
+def base_hash(kind: str = "base") -> str:
+    """Changes with the way in which the image is made; kind: of KINDS."""
+    return hashlib.sha256("\0".join((chosen_sources(), *_options(kind), str(EPOCH))).encode()).hexdigest()[:16]
 
 
-def base_archive(directory: Path) -> Path:
-    """Return the tar file of the base image's file system in `directory`, made there if it is missing (needs root).
+def _options(kind: str) -> tuple[str, ...]:
+    return (*_OPTIONS, f"--include={','.join(KINDS[kind])}")
+
+
+def base_archive(directory: Path, kind: str = "base") -> Path:
+    """Return the tar file of the image's file system in `directory`, made there if it is missing (needs root).
 
     The same packages give the same bytes.
 
     Raises:
         ImageError: mmdebstrap is not installed, or failed.
     """
-    archive = directory / f"base-{base_hash()}.tar"
+    archive = directory / f"{kind}-{base_hash(kind)}.tar"
     if archive.exists():
         return archive
-    for older in directory.glob("base-*.tar"):
+    for older in directory.glob(f"{kind}-*.tar"):
         older.unlink()
-    with tempfile.TemporaryDirectory(dir=directory, prefix="making-base-") as scratch, timed("base image: mmdebstrap"):
+    with tempfile.TemporaryDirectory(dir=directory, prefix=f"making-{kind}-") as scratch, timed(f"{kind} image: mmdebstrap"):
         sources, written = Path(scratch) / "sources.list", Path(scratch) / "base.tar"
         sources.write_text(chosen_sources())
-        run("mmdebstrap", *_OPTIONS, _SUITE, written, sources, environment={"SOURCE_DATE_EPOCH": str(EPOCH)})
+        run("mmdebstrap", *_options(kind), _SUITE, written, sources, environment={"SOURCE_DATE_EPOCH": str(EPOCH)})
         written.rename(archive)
     return archive

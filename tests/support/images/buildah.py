@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.images.base import EPOCH
+from tests.support.images.base import EPOCH, KINDS
 from tests.support.images.programs import run
 from tests.support.images.sources import REPOSITORY, Sources
 
-_BASE = "localhost/finetune-base:latest"
 _TIMES = ("--timestamp", str(EPOCH))
 
 
@@ -47,23 +46,22 @@ class Storage:
         self._buildah("rm", "--all")
         shutil.rmtree(self.directory / "scratch")
 
-    def import_base(self, archive: Path) -> None:
-        """Make a tar file of a file system the base of what is built here."""
+    def import_file_system(self, kind: str, archive: Path) -> None:
+        """Make a tar file of a file system an image to build on; kind: of KINDS, what it is for."""
         with archive.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-        if not self._buildah("images", "--quiet", "--filter", f"reference={_BASE}"):
+        if not self._buildah("images", "--quiet", "--filter", f"reference={_imported(kind)}"):
             recipe = f"FROM scratch\nADD {archive.name} /\n"
-            self._buildah("build", "--quiet", *_TIMES, "--file", "-", "--tag", _BASE, archive.parent, text=recipe)
-            self._base_digest.write_text(digest)
+            self._buildah("build", "--quiet", *_TIMES, "--file", "-", "--tag", _imported(kind), archive.parent, text=recipe)
+            self._digest_file(kind).write_text(digest)
 
     @property
-    def base_digest(self) -> str:
-        """SHA-256 of the base's file system, 64 hexadecimal digits."""
-        return self._base_digest.read_text()
+    def file_systems(self) -> dict[str, str]:
+        """By what they are for, the SHA-256 of what was imported, 64 hexadecimal digits."""
+        return {kind: self._digest_file(kind).read_text() for kind in KINDS if self._digest_file(kind).exists()}
 
-    @property
-    def _base_digest(self) -> Path:
-        return self.directory / "base.sha256"
+    def _digest_file(self, kind: str) -> Path:
+        return self.directory / f"{kind}.sha256"
 
     def build(self, sources: Sources, wheels: Path) -> None:
         """Build the image as its Containerfile says; steps whose input is unchanged are not repeated.
@@ -81,7 +79,8 @@ class Storage:
         self._buildah(
             *("build", "--quiet", "--pull-never", "--file", sources.containerfile, *_TIMES),
             *("--ignorefile", sources.ignorefile, "--build-context", f"wheelhouse={wheels}"),
-            *("--build-arg", f"BASE_IMAGE={_BASE}", *options, REPOSITORY),
+            *(f"--build-arg={kind.upper()}_IMAGE={_imported(kind)}" for kind in sources.kinds),
+            *(*options, REPOSITORY),
         )
 
     def remove(self, reference: str) -> None:
@@ -131,6 +130,10 @@ class Storage:
             yield Path(self._buildah("mount", container).strip())
         finally:
             self._buildah("rm", container)
+
+
+def _imported(kind: str) -> str:
+    return f"localhost/finetune-{kind}:latest"
 
 
 def _built(sources: Sources) -> str:

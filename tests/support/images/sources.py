@@ -29,6 +29,8 @@ class Sources:
     """Folder of its Containerfile and of its lock."""
     extra: str
     """The optional dependencies, in pyproject.toml, that the image installs."""
+    kinds: tuple[str, ...] = ("base",)
+    """Of the file systems that the stages of its Containerfile begin with."""
 
     @property
     def containerfile(self) -> Path:
@@ -61,12 +63,16 @@ class Sources:
         """Changes with what makes the layers below our code."""
         stages = self.containerfile.read_text(encoding="utf-8").rpartition(_FINAL_STAGE)[0]
         recipe = [path for root in self._context() if not _is_package(root) for path in _files(root)]
-        return _hash(recipe, base_hash() + stages)
+        return _hash(recipe, self._bases + stages)
 
     @property
     def tag(self) -> str:
         """Changes with any file that the build can see."""
-        return _hash([self.containerfile, *(path for root in self._context() for path in _files(root))], base_hash())
+        return _hash([self.containerfile, *(path for root in self._context() for path in _files(root))], self._bases)
+
+    @property
+    def _bases(self) -> str:
+        return "".join(base_hash(kind) for kind in self.kinds)
 
     def _context(self) -> Iterator[Path]:
         """The files and folders that the ignore file lets into the build."""
@@ -76,7 +82,7 @@ class Sources:
 
 
 SOURCES = {
-    "trainer": Sources("finetune-trainer", REPOSITORY / "trainer_image", "trainer"),
+    "trainer": Sources("finetune-trainer", REPOSITORY / "trainer_image", "trainer", ("base", "compiler")),
     "operator": Sources("finetune-operator", REPOSITORY / "operator", "operator"),
 }
 """The images, by the word that picks one of them."""

@@ -64,7 +64,7 @@ class Release:
             kind="image",
             parameters={"containerfile": str(sources.containerfile.relative_to(REPOSITORY)), "version": self.version},
             commit=self.commit,
-            materials=materials | {"base": image.storage.base_digest},
+            materials=materials | image.storage.file_systems,
             started=started,
             finished=datetime.now(UTC),
         )

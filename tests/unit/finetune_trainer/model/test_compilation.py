@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from transformers import AutoConfig, AutoModelForCausalLM
+from triton import knobs
+from triton.runtime import build
 
 from finetune_job.plan.run_plan import FsdpPlan
-from finetune_trainer.model import variable_length
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model import compilation, variable_length
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.compilation import compile_layers
 from finetune_trainer.model.fused_adapters import fuse_adapters
 from tests.support.tiny_model import plan_of, tiny_spec
 
+ROOT = Path(__file__).parents[4]
 SIZES = {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 12, "num_attention_heads": 4}
 """More layers than torch compiles versions of one function, after which it compiles no more."""
 IDS = torch.arange(4 * 24).view(4, 24) * 7 % 264
@@ -77,6 +87,98 @@ def test_the_compiler_measures_nothing_if_kernels_are_pinned(is_deterministic: b
     finally:
         torch.use_deterministic_algorithms(before)
         config.deterministic = False
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Triton's launcher, compiled as for the image."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc is installed")
+    # A path of its own for the programs that the script calls: this Python may have another name.
+    place = tmp_path_factory.mktemp("launcher")
+    (place / "python3.11").symlink_to(sys.executable)
+    environment = {**os.environ, "PATH": f"{place}:{os.environ['PATH']}"}
+    script = ROOT / "trainer_image/layers/build-launcher.sh"
+    nvidia = Path(triton.__file__).parent / "backends/nvidia"
+    subprocess.run(["sh", script, nvidia, place / "made"], env=environment, check=True)
+    return place / "made"
+
+
+def test_the_launcher_of_the_image_is_what_triton_would_compile(
+    launcher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation, "LAUNCHER", launcher)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(knobs.build, "impl", None)
+    compilation.take_launcher()
+    monkeypatch.setenv("PATH", "/nowhere")
+    source = Path(triton.__file__).parent / "backends/nvidia/driver.c"
+    cached = Path(build.compile_so_from_file(str(source), "cuda_utils", libraries=["libcuda.so.1"]))
+    assert cached.is_relative_to(tmp_path)
+    assert cached.read_bytes() == next(launcher.iterdir()).read_bytes()
+    with pytest.raises(ConfigError, match=r"spec.training.compile: Triton wants other compiled"):
+        build.compile_so_from_src("int other;", "other")
+
+
+def test_the_launcher_loads_where_a_driver_is(launcher: Path, tmp_path: Path) -> None:
+    """The driver's functions stand in empty: what is shown is that this Python takes the module, and what it offers."""
+    (module,) = launcher.iterdir()
+    assert os.access(module, os.X_OK)
+    listed = subprocess.run(["nm", "-D", "--undefined-only", module], capture_output=True, text=True, check=True).stdout
+    wanted = sorted({line.split()[-1] for line in listed.splitlines() if line.split()[-1].startswith("cu")})
+    assert len(wanted) > 10
+    (tmp_path / "driver.c").write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in wanted))
+    command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"]
+    subprocess.run(command, check=True)
+    code = (
+        "import importlib.util, sys\n"
+        "found = importlib.util.spec_from_file_location('cuda_utils', sys.argv[1])\n"
+        "module = importlib.util.module_from_spec(found)\n"
+        "found.loader.exec_module(module)\n"
+        "print(module.launch, module.load_binary, module.build_signature_metadata)\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code, module], env={"LD_LIBRARY_PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert shown.returncode == 0, shown.stderr
+    alone = subprocess.run([sys.executable, "-c", code, module], env={}, capture_output=True, text=True, check=False)
+    assert "libcuda.so.1" in alone.stderr
+
+
+@pytest.mark.parametrize(
+    ("installed", "has_launcher", "needed"),
+    [
+        ((), False, {"cpu": True, "cuda": True}),
+        ((), True, {"cpu": True, "cuda": False}),
+        (("clang",), False, {"cpu": True, "cuda": False}),
+        (("g++",), False, {"cpu": False, "cuda": True}),
+    ],
+)
+def test_what_is_missing_to_compile(
+    installed: tuple[str, ...], has_launcher: bool, needed: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation.shutil, "which", lambda name: name if name in installed else None)
+    monkeypatch.setattr(compilation, "LAUNCHER", tmp_path)
+    if has_launcher:
+        (tmp_path / "cuda_utils.cpython-311-x86_64-linux-gnu.so").touch()
+    wanted = {"cpu": ("g++", "c++", "clang++"), "cuda": ("gcc", "cc", "clang")}
+    assert {kind: compilation.missing_compiler(kind) for kind in needed} == {
+        kind: wanted[kind] if is_missing else () for kind, is_missing in needed.items()
+    }
+
+
+@pytest.mark.parametrize(("has_gcc", "has_launcher", "takes"), [(False, True, True), (True, True, False), (False, False, False)])
+def test_a_compiler_that_is_there_is_used(
+    has_gcc: bool, has_launcher: bool, takes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation.shutil, "which", lambda name: name if has_gcc and name == "gcc" else None)
+    monkeypatch.setattr(compilation, "LAUNCHER", tmp_path)
+    monkeypatch.setattr(knobs.build, "impl", None)
+    if has_launcher:
+        (tmp_path / "cuda_utils.so").touch()
+    model, fsdp = adapted()
+    compile_layers(model, fsdp)
+    assert (knobs.build.impl is not None) is takes
 
 
 @torch.library.custom_op("finetune_test::attention", mutates_args=())
