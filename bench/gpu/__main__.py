@@ -1,8 +1,8 @@
-"""`python -m bench.gpu`: an 8B-class Llama, LoRA r=16 on every linear layer, packed sequences of 4096 tokens, bfloat16.
+"""`python -m bench.gpu`: an 8B-class Llama, LoRA r=16 on every linear layer, packed sequences of 4096 tokens or more, bfloat16.
 
 A rank of a job as a pod runs it and TRL's SFTTrainer do the same work in processes of their own, one for each GPU that --ranks
-asks for. The model takes 16 GB in the directory for temporary files. Without a GPU it says so and does nothing; `--tiny` runs the
-same code on a small model on the CPU, to show that it works, and its figures mean nothing else.
+asks for. The model takes 16 GB in the directory for temporary files. Without a GPU it says so and does nothing. `--size tiny`
+runs the same code on a small model on the CPU, to show that it works; its figures mean nothing else.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from typing import Any
 import torch
 from peft import get_peft_model
 
-from bench.gpu.contender import CONTENDERS, SIZES, WARM_UP_STEPS, adapter, documents, make_model
+from bench.gpu.contender import CONTENDERS, SIZES, WARM_UP_STEPS, adapter, documents, make_model, recomputes
 from finetune_memory.devices import device_of
 from finetune_trainer.observe.flops import model_cost
 
-RESULT = Path(__file__).parents[1] / "results" / "gpu" / "speed.json"
+RESULTS = Path(__file__).parents[1] / "results" / "gpu"
+TINY = "tiny"
+"""What the names of sizes for a CPU begin with."""
 TARGET_TOKENS_PER_SECOND, STRETCH_TOKENS_PER_SECOND = 12_500, 15_000
 
 
@@ -35,15 +37,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=3, help="runs of each contender, in turns")
     parser.add_argument("--steps", type=int, default=10, help=f"optimizer steps of a run, the first {WARM_UP_STEPS} not counted")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, or processes on the CPU")
-    parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
+    parser.add_argument("--size", choices=list(SIZES), default="8B", help="the model, and the length of its rows; tiny: on a CPU")
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=["ours", "trl"])
     arguments = parser.parse_args(argv)
     if arguments.steps <= WARM_UP_STEPS or arguments.runs < 1:
         parser.error(f"--steps must be above {WARM_UP_STEPS} and --runs at least 1")
-    if not arguments.tiny and torch.cuda.device_count() < arguments.ranks:
+    size, steps, ranks = arguments.size, arguments.steps, arguments.ranks
+    is_tiny = size.startswith(TINY)
+    if not is_tiny and torch.cuda.device_count() < arguments.ranks:
         print(f"not measured: {torch.cuda.device_count() or 'no'} GPU of {arguments.ranks}")
         return 0
-    size, steps, ranks = "tiny" if arguments.tiny else "8B", arguments.steps, arguments.ranks
     contenders = arguments.contenders
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as prepared:
@@ -57,17 +60,24 @@ def main(argv: list[str] | None = None) -> int:
     flops = flops_per_token(size, steps, ranks)
     for name, found in runs.items():
         print(line(name, found, flops, ranks))
-    if not arguments.tiny:
+    if size == "8B":
         print(f"target {TARGET_TOKENS_PER_SECOND} tokens/s on one H100 or H200, stretch {STRETCH_TOKENS_PER_SECOND}")
-        RESULT.parent.mkdir(parents=True, exist_ok=True)
-        RESULT.write_text(json.dumps({"size": size, "ranks": ranks, "runs": runs}, indent=2) + "\n")
+    if not is_tiny:
+        how = {"size": size, "ranks": ranks, "recomputes": recomputes(size), "torch": torch.__version__}
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        result_file(size).write_text(json.dumps({**how, "runs": runs}, indent=2) + "\n")
     return 0
+
+
+def result_file(size: str) -> Path:
+    """Where the figures of a size are kept. speed.json beside it has those of kernels, too, and was written by hand."""
+    return RESULTS / f"throughput-{size}.json"
 
 
 def contender(name: str, directory: Path, size: str, steps: int, *, rank: int = 0, ranks: int) -> subprocess.Popen[bytes]:
     """The process of one rank."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if size == "tiny":
+    if size.startswith(TINY):
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "bench.gpu.contender", name, str(directory), size, str(steps), str(rank), str(ranks)]
     return subprocess.Popen(command, env=environment)

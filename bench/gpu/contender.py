@@ -31,23 +31,26 @@ from finetune_trainer.data.shard_writer import write_prepared
 from finetune_trainer.data.shards import TRAIN, SplitArrays
 from tests.support.tiny_model import GPU_PROFILE, run_context, write_tokenizer
 
-SIZES: dict[str, dict[str, Any]] = {
+_MODELS: dict[str, dict[str, Any]] = {
     "8B": {
-        "model": {
-            "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 500_000.0,
-        },
-        "length": 4096, "micro_batch": 2, "accumulation": 2,
+        "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "rope_theta": 500_000.0,
     },
     "tiny": {
-        "model": {
-            "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "max_position_embeddings": 256,
-        },
-        "length": 64, "micro_batch": 2, "accumulation": 2,
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256,
     },
 }  # fmt: skip
-"""The shape of Llama 3 8B, and one that shows on a CPU that the code runs."""
+SIZES: dict[str, dict[str, Any]] = {
+    "8B": {"model": _MODELS["8B"], "length": 4096, "micro_batch": 2, "accumulation": 2},
+    "8B-32k": {"model": _MODELS["8B"], "length": 32_768, "micro_batch": 1, "accumulation": 1, "recomputes": True},
+    "8B-128k": {"model": _MODELS["8B"], "length": 131_072, "micro_batch": 1, "accumulation": 1, "recomputes": True},
+    "tiny": {"model": _MODELS["tiny"], "length": 64, "micro_batch": 2, "accumulation": 2},
+    "tiny-long": {"model": _MODELS["tiny"], "length": 256, "micro_batch": 1, "accumulation": 1, "recomputes": True},
+}
+"""The shape of Llama 3 8B with rows of some lengths, and one that shows on a CPU that the code runs.
+
+recomputes: whether layers are computed again in the backward pass, without which a long row does not fit."""
 WARM_UP_STEPS = 2
 MODEL = "models/tiny"
 """Where the plan looks for it."""
@@ -81,6 +84,7 @@ def documents(size: str, steps: int, ranks: int) -> list[list[list[int]]]:
 
 
 def context_of(directory: Path, size: str, steps: int, ranks: int, **training: Any) -> RunContext:
+    training |= {"activationCheckpointing": "Full"} if recomputes(size) else {}
     return run_context(directory, spec_of(steps, SIZES[size], ranks, **training), profile=GPU_PROFILE)
 
 
@@ -142,8 +146,8 @@ def trl(directory: Path, size: str, steps: int, rank: int, ranks: int) -> tuple[
             output_dir=str(directory / "trl"), per_device_train_batch_size=settings["micro_batch"],
             gradient_accumulation_steps=settings["accumulation"], max_steps=steps, learning_rate=RATE,
             lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, max_length=settings["length"], packing=True,
-            bf16=on_gpu, use_cpu=not on_gpu, gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to=[],
-            disable_tqdm=True, seed=SEED, ddp_backend=("nccl" if on_gpu else "gloo") if ranks > 1 else None,
+            bf16=on_gpu, use_cpu=not on_gpu, gradient_checkpointing=recomputes(size), logging_steps=1, save_strategy="no",
+            report_to=[], disable_tqdm=True, seed=SEED, ddp_backend=("nccl" if on_gpu else "gloo") if ranks > 1 else None,
         ),
         train_dataset=Dataset.from_list(
             [{"input_ids": each} for sequence in documents(size, steps, ranks) for each in sequence]
@@ -156,9 +160,14 @@ def trl(directory: Path, size: str, steps: int, rank: int, ranks: int) -> tuple[
     return starts, losses
 
 
+def recomputes(size: str) -> bool:
+    return bool(SIZES[size].get("recomputes"))
+
+
 CONTENDERS: dict[str, Callable[..., tuple[list[float], list[float]]]] = {
     "ours": ours,
     "compiled": partial(ours, compile=True),
+    "fp8": partial(ours, compile=True, fp8=True),
     "deterministic": partial(ours, deterministic=True),
     "trl": trl,
 }

@@ -18,11 +18,17 @@ from bench.gpu import __main__ as speed
 from bench.gpu.calibration import calibration_rows
 from bench.gpu.kernels import kernel_rows
 from bench.memory import __main__ as memory
+from bench.merge.model import write_adapter, write_base
 from finetune_cli.local.launch import free_port
 from finetune_job.failures import FailureClass, TerminationReport
 from finetune_job.names import Role
 from finetune_trainer.context import RunContext
+from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.ranks.reports import rank_report_name
+from finetune_trainer.verify.gate import GATES, gate_failures
+from finetune_trainer.verify.logits import Reference, compare_logits
+from finetune_trainer.verify.prompts import default_prompts
+from finetune_trainer.verify.skeleton import HOST
 from tests.support.forked_ranks import Disturbance, Fault, run_gang, trained_files, wrap
 from tests.support.memory_cases import CASES, measured_peak, predicted_peak
 from tests.support.tiny_model import GPU_PROFILE, run_context, tiny_spec
@@ -226,10 +232,48 @@ def out_of_memory(scale: Scale, rows: Rows) -> str:
 
 
 def throughput(scale: Scale, rows: Rows) -> str:
-    """The benchmark, which keeps its figures itself."""
-    code = speed.main(["--tiny", "--runs", "1", "--steps", "3"] if scale.is_toy else ["--runs", "1"])
-    rows.append({"exit code": code, "figures": str(None if scale.is_toy else speed.RESULT.name)})
-    return "it failed" if code else ""
+    """The benchmark, which keeps its figures itself. On a CPU without a compiler's minutes."""
+    size, contenders = ("tiny", ("ours", "trl")) if scale.is_toy else ("8B", ("ours", "compiled", "fp8", "trl"))
+    return _measured(rows, size, 3 if scale.is_toy else 10, contenders)
+
+
+def verification(scale: Scale, rows: Rows) -> str:
+    """Logits of base, base + adapter and merged model on the device, next to the same on the CPU."""
+    size = "0.1B" if scale.is_toy else "1.1B"
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as place:
+        base, adapter, merged = (Path(place, name) for name in ("base", "adapter", "merged"))
+        write_base(base, size)
+        write_adapter(adapter, size, base)
+        merge_adapter(MergeOptions(base, (adapter,), merged, None, 1 << 40))
+        for device in dict.fromkeys((HOST, scale.device)):
+            began = time.monotonic()
+            reference = Reference(base, [adapter], device=device)
+            (figures,) = compare_logits([reference], merged, default_prompts(base), Path(place))
+            faults = gate_failures(figures, GATES["bfloat16"])
+            rows.append(
+                {
+                    "device": device.type,
+                    "seconds": time.monotonic() - began,
+                    "relative difference": figures.relative_difference,
+                    "divergence": figures.mean_kl,
+                    "faults": list(faults),
+                }
+            )
+            if device.type == "cuda" and not torch.cuda.max_memory_allocated():
+                return "nothing was computed on the device"
+    return "; ".join(fault for row in rows for fault in row["faults"])  # type: ignore[attr-defined]
+
+
+def long_rows(scale: Scale, rows: Rows) -> str:
+    """The same of long rows, whose layers are computed again in the backward pass."""
+    sizes, contenders = (("tiny-long",), ("ours",)) if scale.is_toy else (("8B-32k", "8B-128k"), ("ours", "compiled"))
+    return "; ".join(filter(None, (_measured(rows, size, 3 if scale.is_toy else 6, contenders) for size in sizes)))
+
+
+def _measured(rows: Rows, size: str, steps: int, contenders: tuple[str, ...]) -> str:
+    code = speed.main(["--size", size, "--runs", "1", "--steps", str(steps), "--contenders", *contenders])
+    rows.append({"size": size, "exit code": code})
+    return f"{size} failed" if code else ""
 
 
 TIERS = {
@@ -240,5 +284,7 @@ TIERS = {
     "calibration": Tier(calibration, "which part of its published peaks a device reaches"),
     "planner": Tier(planner, "the error of the memory planner against peaks of allocated memory of a device, for 30 plans"),
     "out-of-memory": Tier(out_of_memory, "torch's own error of a device without memory, and its failure class"),
-    "throughput": Tier(throughput, "tokens per second and MFU of an 8B Llama at 4,096 packed tokens next to TRL"),
+    "verification": Tier(verification, "how long a device takes to compare a merged model's logits, and how near they are there"),
+    "throughput": Tier(throughput, "tokens per second and MFU of an 8B Llama at 4,096 packed tokens next to TRL, and in FP8"),
+    "long": Tier(long_rows, "the same at 32,768 and 131,072 tokens"),
 }

@@ -143,7 +143,7 @@ def merge(
             help="How a QLoRA or QDoRA training packed its base, as JSON of spec.method.quantization: for the comparison too."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Device of the matrix products, by torch's name.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device that multiplies and compares logits, by torch's name.")] = "cpu",
     form: Annotated[
         Output, typer.Option("-o", "--form", help="Form of the answer; with json and yaml all else goes to standard error.")
     ] = Output.TEXT,

@@ -179,6 +179,8 @@ class TrainingPass:
 
     fuses_adapters: bool = False
     """Whether adapters compute in the type of products, and cast their factors instead of their input."""
+    is_compiled: bool = False
+    """Whether each layer is one compiled graph, which computes again what takes no product."""
 
     def adapter_bytes(self, held: str) -> int:
         """Of a value that an adapter computes with."""
@@ -228,6 +230,8 @@ def _norm(norm: Norm, during: TrainingPass) -> int:
     values = tokens * norm.size * repeats
     if norm.has_bias:
         return values * during.elements.stream + tokens * repeats * 8
+    if during.is_compiled:
+        return values * during.elements.stream + tokens * repeats * 4
     # RMSNorm in float32: its input, the root, and the normalised values where the weight is trained.
     return values * 4 + tokens * repeats * 4 + (values * during.elements.stream if norm.is_trained else 0)
 
@@ -308,7 +312,10 @@ def _blocks(layer: Layer, during: TrainingPass) -> int:
         if not output.is_output or output.is_attention:
             continue
         before = sum(each.outputs for each in layer.linears if each.parent == output.parent and not each.is_output)
-        factor = PYTHON_ACTIVATIONS.get(facts.activation, 1) + (2 if before == 2 * output.inputs else 0)
+        is_gated = before == 2 * output.inputs
+        factor = PYTHON_ACTIVATIONS.get(facts.activation, 1) + (2 if is_gated else 0)
+        if during.is_compiled:
+            factor = 2 if is_gated else 1
         total += tokens * output.inputs * factor * during.elements.product
         if output.parent.endswith("shared_expert"):
             # Times a gate of one value.

@@ -107,6 +107,7 @@ class _Estimator:
             dropout,
             is_packed=plan.method.quantization is not None,
             fuses_adapters=lora is not None and lora.fused_forward,
+            is_compiled=plan.training.compile,
         )
 
     def estimate(self) -> Estimate:

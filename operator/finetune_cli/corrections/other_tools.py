@@ -224,6 +224,7 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     (("mixed_precision",), _words("training.precision", _PRECISIONS, "bf16")),
     (("tf32", "allow_tf32"), _not_here("spec.training.precision alone says how is computed")),
     (("torch_compile", "use_compile"), _switch("training.compile", True, False)),
+    (("enable_fp8", "fp8_training", "use_fp8"), _switch("training.fp8", True, False)),
     (("report_to", "loggers", "logger", "log_with"), _trackers),
     (("use_wandb", "wandb", "wandb_project"), lambda value, spec: _trackers([] if _is_off(value) else "wandb", spec)),
     (("logging_steps", "logging_strategy", "logging_first_step"), _not_here("every step is logged")),

@@ -11,6 +11,7 @@ _SPEED_FIELDS: dict[str, set[str]] = {
         "gradient_accumulation_steps",
         "activation_checkpointing",
         "compile",
+        "fp8",
         "reduction",
         "deterministic",
         "step_timeout_seconds",

@@ -70,6 +70,7 @@ def training_plan(spec: FineTuneJobSpec, choices: Choices, workspace: ClaimPath)
             "preflight chooses: None if a micro-batch fits without it, because recomputation costs up to half again the time",
         ),
         compile=training.compile,
+        fp8=training.fp8,
         reduction=training.reduction,
         deterministic=training.deterministic,
         step_timeout_seconds=training.step_timeout_seconds,

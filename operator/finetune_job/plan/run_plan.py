@@ -196,6 +196,7 @@ class TrainingPlan(PlanModel):
     """None: fp32 for a float32 model, else bf16."""
     activation_checkpointing: ActivationCheckpointing
     compile: bool = False
+    fp8: bool = False
     reduction: GradientReduction = GradientReduction.FAST
     deterministic: bool = False
     step_timeout_seconds: int = 3600

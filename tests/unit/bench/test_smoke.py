@@ -92,12 +92,24 @@ def test_what_a_gpu_would_show(capfd: pytest.CaptureFixture[str]) -> None:
 
     assert check.main(["--toy"]) == 0
     lines = capfd.readouterr().out.splitlines()
-    for tier in ("kernels", "methods", "pod", "resume", "calibration", "planner", "out-of-memory", "throughput"):
+    for tier in (
+        "kernels",
+        "methods",
+        "pod",
+        "resume",
+        "calibration",
+        "planner",
+        "out-of-memory",
+        "verification",
+        "throughput",
+        "long",
+    ):
         assert [line for line in lines if line.startswith(f"{tier}: passed")]
         assert [line for line in lines if line.startswith(f"{tier}: not shown, because there is no GPU: ")]
-    for name in ("ours", "trl"):
-        (line,) = (each for each in lines if each.startswith(f"{name} on 1 x cpu: "))
-        assert "MFU unknown" in line
+    for name, count in (("ours", 2), ("trl", 1)):
+        found = [line for line in lines if line.startswith(f"{name} on 1 x cpu: ")]
+        assert len(found) == count
+        assert all("MFU unknown" in line for line in found)
     assert any("class HostOutOfMemory" in line for line in lines)
     assert len([line for line in lines if line.startswith("   case GPU: ")]) == 30
     for part in ("flops", "attention", "memory"):

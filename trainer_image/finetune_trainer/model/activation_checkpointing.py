@@ -26,6 +26,7 @@ _KEPT_NAMES = (
     "addmm",
     "baddbmm",
     "_scaled_mm",
+    "_scaled_mm_v2",
     "linear",
     "convolution",
     "_scaled_dot_product_flash_attention",

@@ -19,7 +19,13 @@ from finetune_trainer.preflight.adapter_names import (
     check_saved_names,
     check_token_indices,
 )
-from finetune_trainer.preflight.architecture import check_compiler, check_recomputation, check_recurrence, check_wrap_classes
+from finetune_trainer.preflight.architecture import (
+    check_compiler,
+    check_fp8,
+    check_recomputation,
+    check_recurrence,
+    check_wrap_classes,
+)
 from finetune_trainer.preflight.attached import check_attached, check_coverage
 from finetune_trainer.preflight.attention import check_variable_length, may_use_varlen
 from finetune_trainer.preflight.bypassed import check_units_used, check_used
@@ -69,6 +75,7 @@ STRUCTURE: tuple[CheckStep[ModelInspection], ...] = (
     CheckStep(check_units, (is_attached, is_sharded)),
     CheckStep(check_unit_sizes, (is_attached, is_sharded)),
     CheckStep(check_element_types, (is_attached,)),
+    CheckStep(check_fp8, (is_attached,)),
     CheckStep(check_attached, (is_attached,)),
     CheckStep(check_used, (is_attached, is_observed)),
     CheckStep(check_units_used, (is_attached, is_observed, is_sharded)),

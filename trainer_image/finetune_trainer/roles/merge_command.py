@@ -69,7 +69,9 @@ def parser() -> argparse.ArgumentParser:
         "--quantization", help='how a QLoRA or QDoRA training packed its base, as in a job: {"quantType": "nf4"}'
     )
     arguments.add_argument(
-        "--device", default="cpu", help="cpu or cuda: where matrix products are made; PEFT's bits are promised for cpu"
+        "--device",
+        default="cpu",
+        help="cpu or cuda: where is computed; PEFT's bits are promised for cpu",
     )
     arguments.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help="compare with base and adapter")
     arguments.add_argument("--prompts", type=Path, help="lines of text or of JSON arrays of token ids to verify with")
@@ -116,6 +118,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     report = {**dataclasses.asdict(merged), "output": str(output)}
     if not arguments.verify:
         return report
+    digests.begin(options.output / name for name in read_checkpoint(options.output).file_bytes)
     importing.join()
     return report | _verify(arguments, options, paths, quantization, merged.num_rows, digests=digests)
 
@@ -150,6 +153,7 @@ def _verify(
         allow_remote_code=False,
         withdraw=lambda _report: None,
         digests=digests,
+        device=options.device,
     )
     return {"verification": json.loads(paths.report.read_text(encoding="utf-8")), "verification_page": str(paths.page)}
 

@@ -39,6 +39,7 @@ from finetune_trainer.ranks.watchdog import STEP, Heartbeat
 from finetune_trainer.train import policy
 from finetune_trainer.train import step as one_step
 from finetune_trainer.train.export import export
+from finetune_trainer.train.fp8_gate import check_fp8
 from finetune_trainer.train.optimizers import build_optimizer
 from finetune_trainer.train.policy import learning_rate, total_steps
 from finetune_trainer.train.step import held_out_loss
@@ -147,11 +148,26 @@ class _Loop:
 
     def run(self, observer: Observer) -> None:
         """All steps that are left."""
+        if self.plan.training.fp8 and self.step == 0:
+            self._check_fp8()
         if self.data.validation is not None and self.state.initial_eval_loss is None:
             self._evaluate(observer, self.data.validation)
             observer.evaluated_before_start(self.state)
         while not self.has_ended:
             self._step(observer)
+
+    def _check_fp8(self) -> None:
+        self.heartbeat.begin("check of FP8", self.step)
+        check_fp8(
+            self.model.module,
+            self.objective,
+            self.batches,
+            self.plan.training,
+            gang=self.gang,
+            autocast=self.model.autocast,
+            reduction=self.model.reduction,
+        )
+        self.heartbeat.beat("check of FP8", self.step)
 
     def _step(self, observer: Observer) -> None:
         training, evaluation = self.plan.training, self.plan.evaluation

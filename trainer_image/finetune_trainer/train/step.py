@@ -66,7 +66,7 @@ class StepBatches:
 
 
 @dataclass
-class _StepTotals:
+class StepTotals:
     """What the forward and backward passes of one step did on this rank."""
 
     loss: torch.Tensor
@@ -100,19 +100,17 @@ def optimizer_step(
     # FSDP averages gradients over ranks; the global mean over terms needs their sum.
     num_averaged = 1 if is_ordered else gang.world_size
     while True:
-        passes = partial(
-            _passes,
+        done = compute_gradients(
             model,
             objective,
             batches,
-            training=training,
+            training,
             step=step,
             weight=scale * num_averaged / max(terms, 1),
             gang=gang,
             autocast=autocast,
             reduction=reduction,
         )
-        done = passes() if batches.virtual is None else _ordered(passes, model, batches.virtual)
         data_seconds += done.data_seconds
         gradients = local_gradients(model)
         # The only place in a step where the host waits for the device.
@@ -155,6 +153,34 @@ def optimizer_step(
     )
 
 
+def compute_gradients(
+    model: nn.Module,
+    objective: Objective[Any, Any],
+    batches: StepBatches,
+    training: TrainingPlan,
+    *,
+    step: int,
+    weight: float,
+    gang: Gang,
+    autocast: torch.dtype | None,
+    reduction: Reduction,
+) -> StepTotals:
+    """All forward and backward passes of a step; `weight`: of each term. The gradients are added to those that are there."""
+    passes = partial(
+        _passes,
+        model,
+        objective,
+        batches,
+        training=training,
+        step=step,
+        weight=weight,
+        gang=gang,
+        autocast=autocast,
+        reduction=reduction,
+    )
+    return passes() if batches.virtual is None else _ordered(passes, model, batches.virtual)
+
+
 def _passes(
     model: nn.Module,
     objective: Objective[Any, Any],
@@ -169,13 +195,13 @@ def _passes(
     rank: int | None = None,
     number: int = 0,
     ends_step: bool = True,
-) -> _StepTotals:
+) -> StepTotals:
     """Forward and backward for each micro-step; `weight`: of each term.
 
     rank, number: the virtual rank whose part this is, and its round; unset: the gang's own rank. ends_step: whether no round
     comes after this one.
     """
-    done = _StepTotals(torch.zeros((), dtype=torch.float64, device=gang.device))
+    done = StepTotals(torch.zeros((), dtype=torch.float64, device=gang.device))
     for micro_step in range(training.gradient_accumulation_steps):
         batch, waited = batches.take(step, micro_step, number)
         done.data_seconds += waited
@@ -191,7 +217,7 @@ def _passes(
     return done
 
 
-def _ordered(passes: Callable[..., _StepTotals], model: nn.Module, virtual: VirtualRanks) -> _StepTotals:
+def _ordered(passes: Callable[..., StepTotals], model: nn.Module, virtual: VirtualRanks) -> StepTotals:
     """`passes` of each virtual rank in turn; loss and gradients are then the sums over all of them, on every rank."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients, counted, data_seconds = [], [], 0.0
@@ -205,7 +231,7 @@ def _ordered(passes: Callable[..., _StepTotals], model: nn.Module, virtual: Virt
             counted.append(of_round)
     take_gradients(trained, ordered_sum(gradients, virtual))
     losses = torch.stack([each.loss for each in counted])
-    return _StepTotals(
+    return StepTotals(
         loss=torch.full_like(losses[0], summed_in_order(losses.tolist(), virtual)),
         tokens=sum(each.tokens for each in counted),
         squared_document_lengths=sum(each.squared_document_lengths for each in counted),

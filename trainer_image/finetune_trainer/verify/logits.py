@@ -8,6 +8,7 @@ in waves, so that neither activations nor the logits, which wait on disk, grow w
 from __future__ import annotations
 
 import gc
+import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.verify.figures import LogitsFile, PromptFigures, figures_of_prompts, figures_together
 from finetune_trainer.verify.gate import LogitFigures
 from finetune_trainer.verify.skeleton import (
+    HOST,
     MergedWeights,
     WeightSource,
     element_types,
@@ -42,6 +44,8 @@ from finetune_trainer.verify.streaming import (
 )
 from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 
+log = logging.getLogger(__name__)
+
 MAX_PROMPT_POSITIONS = 512
 """Longer prompts are cut: one prompt's logits are in memory at a time, or those of some short ones."""
 MAX_WAVE_POSITIONS = 4096
@@ -55,12 +59,16 @@ ADAPTED, BASE, MERGED = "adapted", "base", "merged"
 
 @dataclass(frozen=True)
 class Reference:
-    """Base + adapters, the base as stored or as a quantised training saw it. allow_remote_code: whether its own code may run."""
+    """Base + adapters, the base as stored or as a quantised training saw it. allow_remote_code: whether its own code may run.
+
+    device: where it is computed, unless it turns out that this cannot be done there.
+    """
 
     base: Path
     adapters: Sequence[Path]
     quantized: Mapping[str, Quantization] | None = None
     allow_remote_code: bool = False
+    device: torch.device = HOST
 
 
 class LogitModels(Protocol):
@@ -75,7 +83,7 @@ class LogitModels(Protocol):
 def compare_logits(
     references: Sequence[Reference], merged: Path, prompts: Sequence[Sequence[int]], scratch: Path
 ) -> list[LogitFigures]:
-    """Figures of the merged model against each reference.
+    """Figures of the merged model against each reference, on the device of the first.
 
     prompts: token ids, each at least one token. scratch: where logits are kept meanwhile. Raises ValueError without prompts or
     with an empty one, UnverifiableModelError for a model that can neither be streamed nor fits into memory, MergeError for a
@@ -91,7 +99,8 @@ def compare_logits(
     with tempfile.TemporaryDirectory(prefix="verify-", dir=scratch) as name:
         directory = Path(name)
         models = [_models_of(reference, (BASE, ADAPTED), directory) for reference in references]
-        result = _models_of(Reference(merged, (), allow_remote_code=allow_remote_code), (MERGED,), directory)
+        merged_alone = Reference(merged, (), allow_remote_code=allow_remote_code, device=references[0].device)
+        result = _models_of(merged_alone, (MERGED,), directory)
         for wave in _waves(chosen):
             expected = []
             for number, model in enumerate(models):
@@ -153,7 +162,7 @@ class _StreamedOrWholeModels:
 
     def __init__(self, reference: Reference, labels: Sequence[str], scratch: Path) -> None:
         self._reference, self._labels, self._scratch = reference, labels, scratch
-        self._by_layer = False
+        self._by_layer, self._device = False, reference.device
         self._streamed = self._made()
         self._whole: _WholeModels | None = None
 
@@ -166,7 +175,10 @@ class _StreamedOrWholeModels:
             weights = MergedWeights(stored, weights, adapter, allow_remote_code=allow)
         last = {label: reference.adapters[-1] if label == ADAPTED else None for label in labels}
         types = element_types(reference.base, allow_remote_code=allow)
-        skeletons = {label: skeleton_model(stored, adapter, types, allow_remote_code=allow) for label, adapter in last.items()}
+        skeletons = {
+            label: skeleton_model(stored, adapter, types, device=self._device, allow_remote_code=allow)
+            for label, adapter in last.items()
+        }
         self.dtype = skeletons[labels[0]].dtype
         # The base alone is read together with base + adapter, except where other adapters come between the two.
         groups = [skeletons] if weights is stored else [{label: model} for label, model in skeletons.items()]
@@ -182,7 +194,11 @@ class _StreamedOrWholeModels:
             # torch refuses some of what is done to a weight that is not there.
             except (NotStreamableError, RuntimeError) as error:
                 self._streamed = []
-                if self._by_layer:
+                if self._device != HOST:
+                    log.warning("%s: compared on the CPU, because on %s: %s", self._reference.base, self._device, error)
+                    self._device = HOST
+                    self._streamed = self._made()
+                elif self._by_layer:
                     self._whole = _WholeModels(self._reference, self._labels, str(error))
                 else:
                     self._by_layer = True

@@ -7,7 +7,7 @@ another, MergedWeights merges the earlier ones in a skeleton of its own, module 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from finetune_trainer.verify.stored_weights import StoredWeights
 from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, read_adapter, read_checkpoint, read_json
 from finetune_trainer.weights.rounding import READ_DTYPES
 
+HOST = torch.device("cpu")
 ADAPTER_FROM_BASE_WEIGHTS = frozenset(str(method.peft_type) for method in METHODS.values() if method.needs.decomposes_base)
 """Methods whose layers compute part of themselves from the base's weights as they are attached."""
 
@@ -38,6 +39,8 @@ class ParameterSlot:
     name: str
     path: str
     dtype: torch.dtype
+    device: torch.device
+    """Where the module computes."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class SkeletonModel:
     slots: tuple[ParameterSlot, ...]
     looked_up: frozenset[str]
     """Paths of the input embeddings, of which a forward pass needs single rows."""
+
+    device: torch.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,9 +101,14 @@ def element_types(directory: Path, *, allow_remote_code: bool = False) -> Elemen
 
 
 def skeleton_model(
-    weights: StoredWeights, adapter: Path | None, types: ElementTypes | None = None, *, allow_remote_code: bool = False
+    weights: StoredWeights,
+    adapter: Path | None,
+    types: ElementTypes | None = None,
+    *,
+    device: torch.device = HOST,
+    allow_remote_code: bool = False,
 ) -> SkeletonModel:
-    """The model of `weights.directory`, with `adapter` attached. types: of its elements; None: found out.
+    """The model of `weights.directory`, with `adapter` attached. types: of its elements; None: found out. device: where it runs.
 
     Raises what the libraries raise.
     """
@@ -138,18 +148,32 @@ def skeleton_model(
         # An adapter's copy has taken the place of the base's parameter, or its values are in it already.
         if parameter is None or id(parameter) not in original or id(parameter) in given:
             continue
-        slots.setdefault((id(module), name), ParameterSlot(module, name, path, parameter.dtype))
+        slots.setdefault((id(module), name), ParameterSlot(module, name, path, parameter.dtype, device))
     for slot in slots.values():
         offload(slot)
+    _move_others(model, slots, device)
     model.eval()
-    return SkeletonModel(model, base, tuple(slots.values()), looked_up)
+    return SkeletonModel(model, base, tuple(slots.values()), looked_up, device)
 
 
 def offload(slot: ParameterSlot) -> None:
     """Let go of the values."""
     held = slot.module.get_parameter(slot.name)
-    nothing = torch.full((1,) * held.dim(), torch.nan, dtype=slot.dtype).expand(held.shape)
+    nothing = torch.full((1,) * held.dim(), torch.nan, dtype=slot.dtype, device=slot.device).expand(held.shape)
     slot.module._parameters[slot.name] = nn.Parameter(nothing, requires_grad=False)  # noqa: SLF001
+
+
+def _move_others(model: nn.Module, slots: Collection[tuple[int, str]], device: torch.device) -> None:
+    """Buffers, and parameters that are no slots. `Module.to` would make values of what takes no memory."""
+    if device == HOST:
+        return
+    for module in model.modules():
+        for name, parameter in module._parameters.items():  # noqa: SLF001
+            if parameter is not None and (id(module), name) not in slots:
+                module._parameters[name] = nn.Parameter(parameter.to(device), requires_grad=False)  # noqa: SLF001
+        for name, buffer in module._buffers.items():  # noqa: SLF001
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)  # noqa: SLF001
 
 
 def _fill_buffers(model: nn.Module, weights: StoredWeights) -> None:

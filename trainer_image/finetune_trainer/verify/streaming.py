@@ -24,7 +24,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from finetune_trainer.verify.cooperative_threads import CooperativeThreads
-from finetune_trainer.verify.skeleton import ParameterSlot, SkeletonModel, WeightSource, offload
+from finetune_trainer.verify.skeleton import HOST, ParameterSlot, SkeletonModel, WeightSource, offload
 from finetune_trainer.weights.errors import MergeError
 
 HEAD_BLOCK_BYTES = 64 << 20
@@ -124,7 +124,8 @@ class StreamedModels:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _write(self, skeleton: SkeletonModel, prompts: Sequence[Prompt], files: Sequence[Path]) -> None:
-        for logits, path in zip(logits_of(skeleton.model, prompts, skeleton.dtype), files, strict=True):
+        found = logits_of(skeleton.model, prompts, skeleton.dtype, skeleton.device)
+        for logits, path in zip(found, files, strict=True):
             write_logits(complete(logits), path)
 
     def _attach(self, skeleton: SkeletonModel) -> None:
@@ -134,7 +135,8 @@ class StreamedModels:
         head = _blocked_head(skeleton, by_module)
         if head is not None:
             of_head = {slot.name: slot for slot in by_module.pop(id(head))}
-            bias = self._weights.whole(of_head["bias"].path, of_head["bias"].dtype) if "bias" in of_head else head.bias
+            stored = of_head.get("bias")
+            bias = head.bias if stored is None else self._weights.whole(stored.path, stored.dtype).to(stored.device)
             head.forward = _HeadInBlocks(self, head, of_head["weight"], bias).forward  # type: ignore[method-assign, assignment]
         for module, slots in _units(skeleton.model, by_module, _layers(skeleton.model) if self._by_layer else frozenset()):
             unit = LoadUnit(tuple(slot.path for slot in slots))
@@ -167,7 +169,8 @@ class StreamedModels:
                     if unit.needs_rows
                     else self._weights.whole(slot.path, slot.dtype, places.get(key))
                 )
-            slot.module._parameters[slot.name] = nn.Parameter(values[key], requires_grad=False)  # noqa: SLF001
+            held = values[key].to(slot.device)
+            slot.module._parameters[slot.name] = nn.Parameter(held, requires_grad=False)  # noqa: SLF001
 
     def _places(self, slots: Sequence[ParameterSlot]) -> dict[tuple[str, torch.dtype], torch.Tensor]:
         """Where the weights of linear layers are put, one unit's over the last one's: new pages cost as much as reading.
@@ -199,7 +202,7 @@ class StreamedModels:
         """Rows of an output head, once it is this thread's turn; for use before the next `enter` only."""
         self._threads.enter(LoadUnit((slot.path,), block=number))
         if self._block is None:
-            self._block = self._weights.rows(slot.path, first, last, slot.dtype)
+            self._block = self._weights.rows(slot.path, first, last, slot.dtype).to(slot.device)
         return self._block
 
     @property
@@ -225,7 +228,7 @@ class _HeadInBlocks:
                 weight = self._models.head_block(self._slot, number, first, last)
                 bias = None if self._bias is None else self._bias[first:last]
                 part = nn.functional.linear(hidden, weight, bias)
-                file.write(_bytes(part))
+                file.write(_bytes(part.to(HOST)))
                 del weight, part
             file.seek(0)
             out = torch.empty((*hidden.shape[:-1], num_out), dtype=hidden.dtype)
@@ -233,7 +236,7 @@ class _HeadInBlocks:
                 size = out[..., first:last].numel() * out.dtype.itemsize
                 stored = torch.frombuffer(bytearray(file.read(size)), dtype=out.dtype)
                 out[..., first:last].copy_(stored.view(*hidden.shape[:-1], last - first))
-        return out
+        return out.to(hidden.device)
 
 
 def complete(logits: torch.Tensor) -> torch.Tensor:
@@ -248,16 +251,16 @@ def write_logits(logits: torch.Tensor, path: Path) -> None:
     path.write_bytes(_bytes(logits))
 
 
-def logits_of(model: nn.Module, prompts: Sequence[Prompt], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Of each prompt (positions, vocabulary). dtype: the model's, in which they were computed; some models return them as
-    float32.
+def logits_of(model: nn.Module, prompts: Sequence[Prompt], dtype: torch.dtype, device: torch.device = HOST) -> list[torch.Tensor]:
+    """Of each prompt (positions, vocabulary), on the CPU. dtype: the model's, in which they were computed; some models return
+    them as float32. device: the model's.
     """
     given = {"input_ids": _filled_up([prompt.ids for prompt in prompts])}
     of_decoder = [prompt.decoder_ids for prompt in prompts if prompt.decoder_ids is not None]
     if of_decoder:
         given["decoder_input_ids"] = _filled_up(of_decoder)
     with torch.inference_mode():
-        logits: torch.Tensor = model(**given, use_cache=False).logits
+        logits: torch.Tensor = model(**{name: ids.to(device) for name, ids in given.items()}, use_cache=False).logits.to(HOST)
         return [of_prompt[: prompt.num_positions].to(dtype) for of_prompt, prompt in zip(logits, prompts, strict=True)]
 
 

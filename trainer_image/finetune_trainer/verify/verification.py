@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from finetune_job.api.enumerations import MergeBase
 from finetune_job.layout import MergedPaths
 from finetune_trainer.errors import VerificationError
@@ -43,6 +45,7 @@ def verify_merge(
     base_sha256: Mapping[str, str] | None = None,
     allow_remote_code: bool = False,
     digests: FileDigests | None = None,
+    device: str = "cpu",
 ) -> VerificationReport:
     """Checks tensors, then logits if the tensors are right, and writes the report, and a page for people where `page_path` says.
 
@@ -50,6 +53,7 @@ def verify_merge(
     gate_of_merge. quantization: how the training that made the adapters packed the base, if it did; then the logits are
     compared with both bases, and the gate is about `merged_onto`. base_sha256: of files of the base, by name, when the training
     began; None: not known. allow_remote_code: whether the base's own code may run. digests: of files whose hashing has begun.
+    device: where logits are computed.
     Raises MergeError when a directory cannot be read or the model cannot be verified, ValueError for empty prompts or Dequantized
     without `quantization`.
     """
@@ -65,7 +69,7 @@ def verify_merge(
     other: LogitFigures | None = None
     if not faults:
         references = [
-            replace(reference, allow_remote_code=allow_remote_code)
+            replace(reference, allow_remote_code=allow_remote_code, device=torch.device(device))
             for reference in _references(base, adapters, quantization, onto_dequantized=onto_dequantized)
         ]
         logits, *others = compare_logits(references, merged, prompts, scratch=report_path.parent)
@@ -105,6 +109,7 @@ def verify_and_name(
     allow_remote_code: bool,
     withdraw: Callable[[VerificationReport], None],
     digests: FileDigests | None = None,
+    device: str = "cpu",
 ) -> VerificationReport:
     """Verify the model at `paths.current`; it then is at `paths.verified`. All other arguments but one: as of `verify_merge`.
 
@@ -126,6 +131,7 @@ def verify_and_name(
         base_sha256=base_sha256,
         allow_remote_code=allow_remote_code,
         digests=digests,
+        device=device,
     )
     log.info("%s", report.text())
     if not report.passed:

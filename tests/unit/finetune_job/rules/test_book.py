@@ -34,6 +34,7 @@ def test_every_topic_is_one_module_of_the_book():
             "data",
             "optimizer",
             "launch",
+            "fp8",
             "elastic",
             "versions",
             "merging",

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     ApertusConfig,
     AutoModelForSeq2SeqLM,
@@ -28,9 +30,20 @@ from transformers import (
 
 from bench.merge import model as bench_model
 from finetune_job.api.method import MethodType
+from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.verify import logits as logits_module
 from finetune_trainer.verify import streaming
-from finetune_trainer.verify.logits import ADAPTED, BASE, Reference, _decoder_start, _models_of, _prompt, _waves, _WholeModels
+from finetune_trainer.verify.logits import (
+    ADAPTED,
+    BASE,
+    Reference,
+    _decoder_start,
+    _models_of,
+    _prompt,
+    _waves,
+    _WholeModels,
+    compare_logits,
+)
 from finetune_trainer.verify.skeleton import ADAPTER_FROM_BASE_WEIGHTS
 from finetune_trainer.verify.stored_weights import StoredWeights
 from finetune_trainer.verify.streaming import NotStreamableError, Prompt, UnverifiableModelError, batches
@@ -295,6 +308,47 @@ def test_what_a_prompt_is_filled_up_with_does_not_change_its_logits(case: str, t
             among = torch.frombuffer(bytearray(together[place]), dtype=dtype).float()
             assert alone.shape == among.shape
             assert (alone - among).abs().max() <= 4 * torch.finfo(dtype).eps * alone.abs().max()
+
+
+class OneDevice(TorchDispatchMode):
+    """The meta device computes with tensors of a CPU, too; others do not."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        devices = {each.device.type for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each.dim()}
+        assert len(devices) <= 1 or function is torch.ops.aten.copy_.default, function
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("has_blocked_head", [False, True], ids=["whole head", "head in blocks"])
+def test_a_device_computes_all_of_it_or_the_cpu_does(
+    has_blocked_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a device without values every operation runs and none meets a tensor of the CPU, until a result is wanted."""
+    if has_blocked_head:
+        monkeypatch.setattr(streaming, "HEAD_BLOCK_BYTES", 1 << 12)
+    # Both would have to read values.
+    monkeypatch.setattr(streaming.StreamedModels, "_check_ids", lambda *_: None)
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda _positions: None)
+    original = streaming.logits_of
+
+    def on_one_device(*args: Any) -> list[torch.Tensor]:
+        with OneDevice():
+            return original(*args)
+
+    monkeypatch.setattr(streaming, "logits_of", on_one_device)
+    base = tiny.save_base(tmp_path / "base", tiny.llama(), torch.float32)
+    lora = {"r": 4, "target_modules": ["q_proj", "down_proj", "embed_tokens"], "modules_to_save": ["norm"]}
+    adapter = tiny.save_adapter(tmp_path / "adapter", base, LoraConfig(**lora))
+    merge_adapter(MergeOptions(base, (adapter,), tmp_path / "merged", None, 1 << 30))
+    (wanted,) = compare_logits([Reference(base, [adapter])], tmp_path / "merged", [[3, 4, 5]], tmp_path)
+    assert not caplog.messages
+    (found,) = compare_logits(
+        [Reference(base, [adapter], device=torch.device("meta"))], tmp_path / "merged", [[3, 4, 5]], tmp_path
+    )
+    assert found == wanted
+    told = [message for message in caplog.messages if "compared on the CPU, because on meta: " in message]
+    assert [message.partition(": ")[0] for message in told] == [str(base), str(tmp_path / "merged")]
+    assert all("Cannot copy out of meta tensor; no data!" in message for message in told)
 
 
 def test_memory_is_bounded_by_neither_the_model_nor_its_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,102 @@
+"""Whether products in FP8 teach what products in bfloat16 teach: asked once, of the first batch, before the first step.
+
+In: the model with FP8, the batch of step 0. Out: how far the loss is off and how much the gradients point the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune_job.plan.run_plan import TrainingPlan
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.fp8_products import FP8_FIELD, without_fp8
+from finetune_trainer.model.fsdp_versions import Reduction
+from finetune_trainer.model.objective import Objective
+from finetune_trainer.ranks.gang import Gang
+from finetune_trainer.train.step import StepBatches, compute_gradients, local_gradients
+
+log = logging.getLogger(__name__)
+
+MOST_LOSS_DIFFERENCE = 0.01
+"""Relative. Random models of 2 to 32 layers have up to 0.0005, and 0.005 with weights three times as large."""
+LEAST_COSINE = 0.95
+"""Between the gradients of all that is trained. The same models have 0.991 and more; with weights three times as large, which
+make small differences grow from layer to layer, 0.81 to 0.986."""
+
+
+@dataclass(frozen=True)
+class Fp8Figures:
+    """FP8 next to bfloat16 on the first batch."""
+
+    loss_difference: float
+    """Relative."""
+    cosine: float
+    """Of the angle between the gradients; NaN if either has no length."""
+
+    @property
+    def passes(self) -> bool:
+        """A figure that is not a number passes nothing."""
+        return abs(self.loss_difference) <= MOST_LOSS_DIFFERENCE and self.cosine >= LEAST_COSINE
+
+
+def check_fp8(
+    model: nn.Module,
+    objective: Objective[Any, Any],
+    batches: StepBatches,
+    training: TrainingPlan,
+    *,
+    gang: Gang,
+    autocast: torch.dtype | None,
+    reduction: Reduction,
+) -> Fp8Figures:
+    """Raises ConfigError on all ranks alike if FP8 does not pass. Called by all ranks together; no gradients are left."""
+    terms = objective.num_terms(batches.data, batches.sequences(0))
+    losses, gradients = [], []
+    # What is compiled for the run is compiled with FP8 alone.
+    with torch.compiler.set_stance("force_eager"):
+        for in_fp8 in (False, True):
+            with nullcontext() if in_fp8 else without_fp8(model):
+                done = compute_gradients(
+                    model,
+                    objective,
+                    batches,
+                    training,
+                    step=0,
+                    weight=1 / max(terms, 1),
+                    gang=gang,
+                    autocast=autocast,
+                    reduction=reduction,
+                )
+            losses.append(done.loss)
+            gradients.append([gradient.float().clone() for gradient in local_gradients(model)])
+            model.zero_grad(set_to_none=True)
+    figures = _compared(losses, gradients, gang)
+    told = f"the loss of the first batch differs by {figures.loss_difference:+.2%}, the gradients' cosine is {figures.cosine:.4f}"
+    if not figures.passes:
+        raise ConfigError(
+            f"{FP8_FIELD}: {told}; allowed are {MOST_LOSS_DIFFERENCE:.0%} and at least {LEAST_COSINE}", f"set {FP8_FIELD}: false"
+        )
+    log.info("FP8 next to bfloat16: %s", told)
+    return figures
+
+
+def _compared(losses: list[torch.Tensor], gradients: list[list[torch.Tensor]], gang: Gang) -> Fp8Figures:
+    """Over all ranks, each of which has a part of both."""
+    wide, narrow = gradients
+    together = [_dot(wide, narrow), _dot(wide, wide), _dot(narrow, narrow)]
+    loss, loss_in_fp8, dot, squares, squares_in_fp8 = gang.sum([*(float(each) for each in losses), *together])
+    length = math.sqrt(squares * squares_in_fp8) if squares * squares_in_fp8 >= 0 else math.nan
+    return Fp8Figures(
+        loss_difference=(loss_in_fp8 - loss) / loss if loss else math.nan, cosine=dot / length if length else math.nan
+    )
+
+
+def _dot(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
+    return sum(float((a.double() * b.double()).sum()) for a, b in zip(first, second, strict=True))
