@@ -30,7 +30,7 @@ def page() -> str:
 def _exit_codes() -> str:
     meanings = member_docs(ExitCode)
     rows = [f"| {code.value} | {meanings[str(code.value)]} |" for code in ExitCode]
-    return "\n".join(["## Exit codes\n", "| code | |", "|---|---|", *rows, ""])
+    return "\n".join(["## Exit codes\n", "| code | meaning |", "|---|---|", *rows, ""])
 
 
 def _section(name: str, command: Any) -> str:
@@ -38,7 +38,7 @@ def _section(name: str, command: Any) -> str:
     head = " ".join(["finetune", name, *arguments])
     said = "\n\n".join(" ".join(part.split()) for part in command.help.split("\n\n"))
     rows = [_row(each) for each in command.params if not getattr(each, "hidden", False)]
-    table = ["| | default | |", "|---|---|---|", *rows, ""] if rows else []
+    table = ["| argument | meaning |", "|---|---|", *rows, ""] if rows else []
     return "\n".join([f"## {head}\n", f"{said}\n", *table])
 
 
@@ -51,9 +51,10 @@ def _row(parameter: Any) -> str:
     is_argument = parameter.param_type_name == "argument"
     names = [parameter.name.upper()] if is_argument else [*parameter.opts, *parameter.secondary_opts]
     default = parameter.default
-    shown = "required" if parameter.required else "" if default in (None, (), []) or callable(default) else f"`{_text(default)}`"
+    has_default = default not in (None, (), []) and not callable(default)
+    shown = "<br>**required**" if parameter.required else f"<br>default `{_text(default)}`" if has_default else ""
     help_text = " ".join((parameter.help or "").split()).replace("|", "\\|")
-    return f"| {', '.join(f'`{name}`' for name in names)} | {shown} | {help_text} |"
+    return f"| {', '.join(f'`{name}`' for name in names)}{shown} | {help_text} |"
 
 
 def _text(default: Any) -> str:

@@ -1,11 +1,14 @@
 """The container images: what they hold, whom they run as, and that they run as Kubernetes will run them."""
 
+import ast
+import ensurepip
 import hashlib
 import json
 import os
 import re
 import shlex
 import shutil
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -25,9 +28,10 @@ from finetune_job.plan.digest import canonical_json
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity
 from tests.support.cluster.cache import cache_root
+from tests.support.documented import blocks_of
 from tests.support.images import Image, ImageError, build, locks, rebuilt_manifest
 from tests.support.images.base import KINDS, base_archive, package_sources
-from tests.support.images.buildah import Storage
+from tests.support.images.buildah import Storage, imported
 from tests.support.images.sources import REPOSITORY, SOURCES, Sources
 from tests.support.images.store import find_image
 from tests.support.images.wheelhouse import wheelhouse
@@ -543,3 +547,86 @@ def test_installer_that_its_lock_does_not_know_is_not_run(small_wheelhouse: _Whe
     done = small_wheelhouse.install()
     assert done.returncode != 0
     assert "no uv wheel with a hash" in done.stderr
+
+
+_RECIPE_PAGE = REPOSITORY / "docs/training.md"
+_SLIM_PYTHON, _OUR_IMAGE = "python:3.11-slim-bookworm", "registry.example/team/finetune-trainer"
+"""Images that the page builds on; no registry is asked for them here."""
+_OF_THE_MACHINE = (Path("/etc/pip.conf"), Path("/etc/ssl/certs/ca-certificates.crt"))
+"""What pip has to know to reach its index from here."""
+_TRACKED = """
+import os, sys
+from importlib.util import find_spec
+from finetune_trainer.observe.trackers import Trackers, offered_trackers
+
+print(sorted(offered_trackers()))
+both = set(os.listdir("/opt/trackers")) & set(os.listdir("/opt/finetune/venv/lib/python3.11/site-packages"))
+modules = sorted(name for name in both if name.isidentifier() and not name.startswith("_"))
+print(modules)
+print([name for name in modules if str(find_spec(name).origin).startswith("/opt/trackers")])
+trackers = Trackers(["wandb", "mlflow"], finish_seconds=300)
+plan = {"method": {"type": "LoRA"}, "model": {"name": "maker/base"}, "training": {"seed": 3}}
+run = {"namespace": "team", "name": "tuned", "uid": "0123", "plan": plan, "directory": "/tmp/trackers"}
+trackers.start({**run, "attempt": 0, "step": 0, "total_steps": 1})
+trackers.log(1, {"loss": 0.5})
+trackers.finish("Succeeded")
+"""
+
+
+@pytest.fixture
+def with_trackers(tmp_path: Path) -> Iterator[_Mounted]:
+    """The trainer image with packages of trackers, derived as the page says, from a Python with pip in place of Docker Hub's."""
+    image = build("trainer")
+    storage, derived = image.storage, Image("finetune-trainer-derived", "trackers", image.storage)
+    (bundled,) = (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")
+    shutil.copy(bundled, tmp_path)
+    python = (
+        f"FROM {imported('base')}\nCOPY {bundled.name} /\n"
+        f"RUN printf '#!/bin/sh\\nexec python3.11 /{bundled.name}/pip \"$@\"\\n' > /usr/bin/pip && chmod 0755 /usr/bin/pip\n"
+    )
+    digest = f"sha256:{hashlib.sha256(image.stored.manifest).hexdigest()}"
+    (recipe,) = [block.text for block in blocks_of(_RECIPE_PAGE, "dockerfile")]
+    assert f"FROM {_SLIM_PYTHON} AS" in recipe
+    assert f"FROM {_OUR_IMAGE}@sha256:DIGEST" in recipe
+    made = []
+    try:
+        storage.derive(python, f"localhost/{_SLIM_PYTHON}", tmp_path)
+        made.append(f"localhost/{_SLIM_PYTHON}")
+        storage.tag(f"localhost/{image.name}:{image.tag}", f"{_OUR_IMAGE}:documented")
+        made.append(f"{_OUR_IMAGE}:documented")
+        name = f"localhost/{derived.name}:{derived.tag}"
+        try:
+            storage.derive(
+                recipe.replace("sha256:DIGEST", digest), name, tmp_path, [path for path in _OF_THE_MACHINE if path.exists()]
+            )
+        except ImageError as error:
+            if "No matching distribution" in str(error):
+                pytest.skip(f"the packages cannot be had here: {str(error)[-300:]}")
+            raise
+        made.append(name)
+        with derived.mounted() as root:
+            yield _Mounted("trainer", derived, root)
+    finally:
+        for each in reversed(made):
+            storage.remove(each)
+
+
+@pytest.mark.nightly
+def test_the_documented_image_with_trackers_writes_runs_that_can_be_sent_later(with_trackers: _Mounted, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    scratch.chmod(0o777)
+    entrypoint = with_trackers.config["Entrypoint"]
+    done = with_trackers.run(*entrypoint[: entrypoint.index("-m")], "-c", _TRACKED, scratch=scratch)
+    assert done.returncode == 0, done.stderr
+    offered, in_both, replaced = (ast.literal_eval(line) for line in done.stdout.splitlines()[:3])
+    assert offered == ["mlflow", "tensorboard", "wandb"]
+    assert "pydantic" in in_both, "what our lock has, and the packages bring in a version of their own"
+    assert replaced == []
+    (run,) = (scratch / "trackers/wandb").glob("offline-run-*-0123")
+    assert [path.stat().st_size > 0 for path in run.glob("run-0123.wandb")] == [True], done.stderr
+    with sqlite3.connect(scratch / "trackers/mlflow.db") as database:
+        assert database.execute("select name, status from runs").fetchall() == [("tuned", "FINISHED")], done.stderr
+        assert database.execute("select key, value, step from metrics").fetchall() == [("loss", 0.5, 1)]
+    assert list((scratch / "trackers/tensorboard").glob("events.*"))
+    assert "is off for the rest of the run" not in done.stderr

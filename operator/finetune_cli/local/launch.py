@@ -176,7 +176,7 @@ def _tell(text: str) -> None:
 class Interruption:
     """Passes SIGINT, SIGTERM and SIGHUP on to the running role as SIGTERM, on which it saves its state; later ones as SIGKILL.
 
-    After SIGHUP nothing is printed any more, because the terminal is gone. A process that was started to ignore it does so.
+    After SIGHUP only that is told, because the terminal is gone, as a rule. A process that was started to ignore it does so.
     """
 
     def __init__(self, tell: Callable[[str], None] = _tell, *, stopping: str = SAVING) -> None:
@@ -210,8 +210,6 @@ class Interruption:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _frame: object) -> None:
-        if number == signal.SIGHUP:
-            _leave(self._terminals)
         now = time.monotonic()
         if not self._request.is_set():
             self._requested_at = now
@@ -221,6 +219,8 @@ class Interruption:
         elif now - self._requested_at >= ONE_SIGNAL_SECONDS:
             self._tell(ENDING)
             self._send(signal.SIGKILL)
+        if number == signal.SIGHUP:
+            _leave(self._terminals)
 
     def _send(self, number: int) -> None:
         if self._process is None or self._process.poll() is not None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,9 +50,9 @@ class Storage:
         """Make a tar file of a file system an image to build on; kind: of KINDS, what it is for."""
         with archive.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-        if not self._buildah("images", "--quiet", "--filter", f"reference={_imported(kind)}"):
+        if not self._buildah("images", "--quiet", "--filter", f"reference={imported(kind)}"):
             recipe = f"FROM scratch\nADD {archive.name} /\n"
-            self._buildah("build", "--quiet", *_TIMES, "--file", "-", "--tag", _imported(kind), archive.parent, text=recipe)
+            self._buildah("build", "--quiet", *_TIMES, "--file", "-", "--tag", imported(kind), archive.parent, text=recipe)
             self._digest_file(kind).write_text(digest)
 
     @property
@@ -79,9 +79,23 @@ class Storage:
         self._buildah(
             *("build", "--quiet", "--pull-never", "--file", sources.containerfile, *_TIMES),
             *("--ignorefile", sources.ignorefile, "--build-context", f"wheelhouse={wheels}"),
-            *(f"--build-arg={kind.upper()}_IMAGE={_imported(kind)}" for kind in sources.kinds),
+            *(f"--build-arg={kind.upper()}_IMAGE={imported(kind)}" for kind in sources.kinds),
             *(*options, REPOSITORY),
         )
+
+    def derive(self, recipe: str, reference: str, context: Path, shared: Iterable[Path] = ()) -> None:
+        """Build an image as the text of a Containerfile says, on images that are here, and name it `reference`.
+
+        Args:
+            context: The directory that its COPY sees.
+            shared: Files of this machine that its RUN sees at the same place, and that the image does not have.
+        """
+        volumes = [f"--volume={path}:{path}:ro" for path in shared]
+        self._buildah("build", "--quiet", "--pull-never", *volumes, "--file", "-", "--tag", reference, context, text=recipe)
+
+    def tag(self, reference: str, name: str) -> None:
+        """Give an image a further name, which `remove` removes again."""
+        self._buildah("tag", reference, name)
 
     def remove(self, reference: str) -> None:
         """Remove an image's name and, if it was the last one, its own layers."""

@@ -44,25 +44,37 @@ def table(page: str, heading: str) -> dict[str, list[str]]:
     return {row[0].replace(" **required**", "").strip("`"): row[1:] for row in rows}
 
 
+def fields(page: str, kind: str) -> dict[str, list[str]]:
+    """Path of each field -> what is below its name, and what it means."""
+    parts = re.split(rf"^### {kind} (.*)$", page, flags=re.MULTILINE)[1:]
+    return {
+        f"{parent}.{name}": [facts, meaning]
+        for parent, text in zip(parts[::2], parts[1::2], strict=True)
+        for name, facts, meaning in re.findall(
+            r"^\| `(.*?)`<br>(.*?) (?<!\\)\| (.*) \|$", text.partition("\n## ")[0], re.MULTILINE
+        )
+    }
+
+
 def test_every_field_of_a_job_is_on_the_page_with_type_bounds_default_and_meaning() -> None:
-    rows = table(generate_fields.page(), "FineTuneJob")
+    rows = fields(generate_fields.page(), "FineTuneJob")
     assert JOB - {"spec"} <= set(rows)
-    assert rows["spec.run.stallDeadlineSeconds"][:3] == ["integer: seconds", "60 to 604,800", ""]
-    assert rows["spec.data.maxSequenceLength"][:3] == ["integer: tokens", "8 to 1,048,576", "`2048`"]
-    assert rows["spec.training.optimizer"][0] == "one of AdamW, RAdam, SGD"
-    assert rows["spec.training.learningRate"][0] == 'number in quotes, as in "2e-4"'
-    assert rows["spec.workspace.volumeClaimTemplate.storage"][0] == "size, as in 100Gi"
-    assert rows["spec.method.lora.targetModules"][:2] == ["list of string", "at most 256 entries"]
-    assert rows["spec.method.lora.rankPattern"][0] == "map of integer"
-    assert "`spec.model.source` **required**" in generate_fields.page()
-    assert all(cells[3] for name, cells in rows.items() if not name.endswith(("[]", ".*")))
+    assert rows["spec.run.stallDeadlineSeconds"][0] == "integer: seconds; 60 to 604,800"
+    assert rows["spec.data.maxSequenceLength"][0] == "integer: tokens; 8 to 1,048,576; default `2048`"
+    assert rows["spec.training.optimizer"][0].startswith("one of AdamW, RAdam, SGD")
+    assert rows["spec.training.learningRate"][0].startswith('number in quotes, as in "2e-4"; ')
+    assert rows["spec.workspace.volumeClaimTemplate.storage"][0].startswith("**required**; size, as in 100Gi")
+    assert rows["spec.method.lora.targetModules"][0] == "list of string; at most 256 entries"
+    assert rows["spec.method.lora.rankPattern"][0].startswith("map of integer")
+    assert rows["spec.model.source"][0] == "**required**; address to read; at most 512 characters"
+    assert all(meaning for name, (_, meaning) in rows.items() if not name.endswith(("[]", ".*")))
 
 
 def test_fields_of_a_profile_that_each_role_has_are_told_once() -> None:
-    rows = table(generate_fields.page(), "FineTuneProfile")
+    rows = fields(generate_fields.page(), "FineTuneProfile")
     assert "spec.pods.train.schedulerName" in rows
     assert "spec.pods.merge.schedulerName" not in rows
-    assert rows["spec.pods.merge"][3].endswith("Its fields are those of `spec.pods.train`.")
+    assert rows["spec.pods.merge"][1].endswith("Its fields are those of `spec.pods.train`.")
 
 
 def test_what_a_gpu_changes_is_told_of_fields_that_there_are() -> None:
@@ -75,8 +87,8 @@ def test_every_command_is_on_the_page() -> None:
     page = generate_commands.page()
     for heading in ("finetune validate", "finetune run FILE", "finetune attach NAME", "finetune explain [WORD]"):
         assert f"\n## {heading}\n" in page
-    assert "| `--gpu-memory` |  | Memory of one device, as in 80Gi. Unset: the profile's. |" in page
-    assert "| `--verify`, `--no-verify` | `on` | Compare the result with base and adapter. |" in page
+    assert "| `--gpu-memory` | Memory of one device, as in 80Gi. Unset: the profile's. |" in page
+    assert "| `--verify`, `--no-verify`<br>default `on` | Compare the result with base and adapter. |" in page
     assert "| 130 | Ended by SIGINT or SIGTERM; a run can be continued. |" in page
 
 

@@ -17,7 +17,7 @@ from finetune_trainer.data.records import Message, called_name
 _PLANES = (0xF0000, 0x100000)
 """First characters of the two private planes."""
 _NUM_MARKS = 0xFFFE
-_IN_PLANE = {first: re.compile(f"[{chr(first)}-{chr(first + _NUM_MARKS - 1)}]") for first in _PLANES}
+_IN_PLANE = {first: re.compile(f"([{chr(first)}-{chr(first + _NUM_MARKS - 1)}])") for first in _PLANES}
 
 
 class SentinelError(ValueError):
@@ -57,7 +57,8 @@ def with_sentinels(
     text: the same chat rendered without marks; no character of it is taken as a mark. calls: the names of called tools are
     marked, too. Raises MarkError.
     """
-    first = next((plane for plane in _PLANES if not _IN_PLANE[plane].search(text)), None)
+    # Most texts are ASCII, which Python knows without looking through them.
+    first = _PLANES[0] if text.isascii() else next((plane for plane in _PLANES if not _IN_PLANE[plane].search(text)), None)
     if first is None or 4 * len(messages) > _NUM_MARKS:
         raise SentinelError("it holds private use characters of both planes" if first is None else "it has too many turns")
     found = []
@@ -78,11 +79,14 @@ def read_sentinels(with_marks: str, first: int, num_messages: int) -> SentinelPo
     """`with_marks`: rendered from what `marked` gave with the same `first`."""
     opened: tuple[list[int], ...] = tuple([] for _ in range(2 * num_messages))
     closed: tuple[list[int], ...] = tuple([] for _ in range(2 * num_messages))
-    for num_before, match in enumerate(_IN_PLANE[first].finditer(with_marks)):
-        number, is_closing = divmod(ord(match.group()) - first, 2)
-        (closed if is_closing else opened)[number].append(match.start() - num_before)
-    text = _IN_PLANE[first].sub("", with_marks)
-    return SentinelPositions(text, opened[:num_messages], closed[:num_messages], closed[num_messages:])
+    # Texts and marks in turn.
+    parts = _IN_PLANE[first].split(with_marks)
+    at = 0
+    for before, mark in zip(parts[::2], parts[1::2], strict=False):
+        at += len(before)
+        number, is_closing = divmod(ord(mark) - first, 2)
+        (closed if is_closing else opened)[number].append(at)
+    return SentinelPositions("".join(parts[::2]), opened[:num_messages], closed[:num_messages], closed[num_messages:])
 
 
 def _between(first: int, number: int, text: str) -> str:

@@ -160,7 +160,7 @@ def _first_match(pattern: Mapping[str, int], module: str, otherwise: int) -> int
 
 
 def _notes(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    found = ["the engine's class of the base model must take adapters on every module that has one"]
+    found = ["vLLM's class of the base model must take adapters on every module that this adapter changes"]
     if any("lora_embedding_" in name for name in shapes):
-        found.append("adapters on embeddings are taken where the model's class names its embedding modules")
+        found.append("vLLM takes an adapter on an embedding only if its class of the base model names the embedding modules")
     return found

@@ -170,7 +170,7 @@ def pace(history: TrainingHistory) -> str:
         return ""
     said = f"The median step computed {measured:,.0f} tokens per second."
     if not calculated:
-        return f"{said} For its device none were calculated."
+        return f"{said} The planner calculates none for its device."
     return f"{said} The planner calculates {calculated:,.0f} for its device, {calculated / measured - 1:+.0%}."
 
 

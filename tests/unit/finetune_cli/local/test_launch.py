@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -235,6 +236,24 @@ def test_a_terminal_that_is_gone_is_not_written_to():
     assert os.read(ours, 1024).startswith(b"ready")
     os.close(ours)
     assert process.wait(60) == 43
+
+
+def test_a_hang_up_is_told_where_the_terminal_is_still_there():
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", WRITES_AFTERWARDS]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    shown = os.read(ours, 1024)
+    assert shown.startswith(b"ready")
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 43
+    with contextlib.suppress(OSError):  # at the end of what a terminal was given
+        while more := os.read(ours, 1024):
+            shown += more
+    os.close(ours)
+    assert b"stopping: what runs now saves its state first" in shown
+    assert b"more\n" not in shown.replace(b"once more", b"")
+    assert not shown.endswith(b"more")
 
 
 def test_an_end_that_the_user_asked_for_is_no_failure_of_the_product():

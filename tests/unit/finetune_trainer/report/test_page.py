@@ -243,6 +243,17 @@ def test_a_failed_verification_and_a_loss_that_rises_again_are_told(made: tuple[
     )
 
 
+def test_what_was_left_open_is_told_with_its_reason_and_what_preflight_chooses_once(made: tuple[RunFacts, Timeline]) -> None:
+    choices = (
+        Choice(field="spec.training.optimizer", value="AdamW", reason="usual for transformers"),
+        Choice(field="spec.training.microBatchSize", value=None, reason="preflight chooses: the largest that fits"),
+    )
+    facts = dataclasses.replace(made[0], plan=made[0].plan.model_copy(update={"choices": choices}))
+    text = Page(report_page(facts, made[1], ANSWERS)).text
+    assert "spec.training.optimizer AdamW : usual for transformers" in text
+    assert "spec.training.microBatchSize preflight chooses: the largest that fits" in text
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(4.21, "4.2 s"), (200, "3 min 20 s"), (3900, "1 h 05 min"), (360_000, "100 h 00 min"), (float("nan"), "not known")],
