@@ -146,7 +146,8 @@ class Storage:
             self._buildah("rm", container)
 
 
-def _imported(kind: str) -> str:
+def imported(kind: str) -> str:
+    """Name of the image that was made of such a file system."""
     return f"localhost/finetune-{kind}:latest"
 
 
