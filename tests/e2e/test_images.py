@@ -355,7 +355,6 @@ def test_versions_are_those_of_the_lock(mounted: _Mounted) -> None:
     assert versions == {name: locked[name] for name in names.split()}
 
 
-@pytest.mark.parametrize("mounted", ["trainer"], indirect=True)
 def test_trainer_compiles_for_gpus_without_a_compiler(mounted: _Mounted) -> None:
     launcher = list((mounted.root / "opt/finetune").glob("launcher/*"))
     if mounted.which == "operator":
@@ -377,6 +376,7 @@ def test_trainer_compiles_for_gpus_without_a_compiler(mounted: _Mounted) -> None
     assert json.loads(shown) == [[], ["g++", "c++", "clang++"], launcher[0].stat().st_size]
 
 
+@pytest.mark.parametrize("mounted", ["trainer"], indirect=True)
 def test_trainer_never_asks_the_hub(mounted: _Mounted) -> None:
     assert {"HF_HUB_OFFLINE=1", "HF_HUB_DISABLE_TELEMETRY=1"} <= set(mounted.config["Env"])
 
