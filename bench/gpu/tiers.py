@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from bench.gpu import __main__ as speed
 from bench.gpu.calibration import calibration_rows
@@ -24,6 +26,7 @@ from finetune_job.failures import FailureClass, TerminationReport
 from finetune_job.names import Role
 from finetune_trainer.context import RunContext
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
+from finetune_trainer.model import compilation
 from finetune_trainer.ranks.reports import rank_report_name
 from finetune_trainer.verify.gate import GATES, gate_failures
 from finetune_trainer.verify.logits import Reference, compare_logits
@@ -39,6 +42,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 STEPS, KILLED_IN = 4, 3
 POD_SECONDS = 300.0
+LAUNCHER_SCRIPT = Path(__file__).parents[2] / "trainer_image" / "layers" / "build-launcher.sh"
 SAME_LOSS = 2e-2
 """Relative, between versions of FSDP in 16 bits; measured on CPUs in float32 they differ by less than 2e-5."""
 
@@ -94,11 +98,21 @@ class Hungry:
         wrap("train.step:squared_norm", asking)
 
 
-def job(
-    directory: Path, scale: Scale, ranks: int, method: str = "LoRA", version: int = 2, *, deterministic: bool = False
-) -> RunContext:
+@dataclass(frozen=True)
+class WithoutCompiler:
+    """A rank finds no compiler, and nothing that was compiled before but `launcher`."""
+
+    launcher: Path
+    cache: Path
+
+    def arm(self, _rank: int) -> None:
+        os.environ |= {"PATH": "/nowhere", "TRITON_CACHE_DIR": str(self.cache)}
+        compilation.LAUNCHER = self.launcher
+
+
+def job(directory: Path, scale: Scale, ranks: int, method: str = "LoRA", version: int = 2, **changes: Any) -> RunContext:
     """A tiny job of a few steps; with a GPU in 16 bits, and with attention by the bounds of documents."""
-    training: dict[str, Any] = {"maxSteps": STEPS, "globalBatchSize": 4, "microBatchSize": 2, "deterministic": deterministic}
+    training: dict[str, Any] = {"maxSteps": STEPS, "globalBatchSize": 4, "microBatchSize": 2, **changes}
     training |= {} if scale.is_toy else {"precision": "bf16"}
     spec = tiny_spec(
         model={"attention": "varlen"},
@@ -191,6 +205,22 @@ def pod(scale: Scale, rows: Rows) -> str:
     return "" if len(losses) == STEPS else f"{len(losses)} of {STEPS} steps: {(done.stdout + done.stderr)[-4000:]}"
 
 
+def launcher(scale: Scale, rows: Rows) -> str:
+    """Compiled layers without a compiler, as in the image: Triton starts kernels through a module that was made before."""
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as place:
+        made = Path(place, "launcher")
+        (Path(place) / "python3.11").symlink_to(sys.executable)
+        environment = {**os.environ, "PATH": f"{place}:{os.environ['PATH']}"}
+        nvidia = Path(triton.__file__).parent / "backends" / "nvidia"
+        subprocess.run(["sh", LAUNCHER_SCRIPT, nvidia, made], env=environment, check=True)
+        # On a CPU a compiler would be needed after all.
+        context = job(Path(place, "claims"), scale, 1, compile=not scale.is_toy)
+        codes = run_gang(context, [WithoutCompiler(made, Path(place, "cache"))])
+        found = losses_of(context) if not any(codes) else []
+        rows.append({"modules": [path.name for path in made.iterdir()], "exit codes": codes, "last loss": found[-1:]})
+    return "" if rows[-1]["modules"] and len(found) == STEPS else f"{len(found)} of {STEPS} steps"
+
+
 def calibration(scale: Scale, rows: Rows) -> str:
     """What the planner assumes of peaks, and what the device reaches: figures to replace the assumptions with."""
     rows += calibration_rows(scale.device)
@@ -281,6 +311,7 @@ TIERS = {
     "methods": Tier(methods, "LoRA, QLoRA, DoRA and Full in bfloat16 over NCCL, under FSDP 1 and 2"),
     "pod": Tier(pod, "ranks that are forks of forks use the device"),
     "resume": Tier(resume, "equal bytes after SIGKILL with deterministic kernels, and the time that these take"),
+    "launcher": Tier(launcher, "compiled layers start kernels without a compiler on the machine"),
     "calibration": Tier(calibration, "which part of its published peaks a device reaches"),
     "planner": Tier(planner, "the error of the memory planner against peaks of allocated memory of a device, for 30 plans"),
     "out-of-memory": Tier(out_of_memory, "torch's own error of a device without memory, and its failure class"),

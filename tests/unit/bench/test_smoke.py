@@ -97,6 +97,7 @@ def test_what_a_gpu_would_show(capfd: pytest.CaptureFixture[str]) -> None:
         "methods",
         "pod",
         "resume",
+        "launcher",
         "calibration",
         "planner",
         "out-of-memory",

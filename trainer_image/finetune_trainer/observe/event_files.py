@@ -12,7 +12,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 FOLDER = "tensorboard"
 """Below the directory that trackers are given."""
@@ -67,9 +67,7 @@ class TensorBoard:
         """Raises OSError."""
         now, folder = self._clock(), Path(run["directory"]) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a directory in the order of their names.
-        name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{run['attempt']}"
-        self._file = (folder / name).open("xb", buffering=0)
+        self._file = _new_file(folder, int(now), run["attempt"])
         self._write(version_event(now))
         self._write(start_event(now, run["step"] + 1))
 
@@ -83,6 +81,15 @@ class TensorBoard:
 
     def _write(self, event: bytes) -> None:
         self._file.write(record(event))
+
+
+def _new_file(folder: Path, second: int, attempt: int) -> BinaryIO:
+    """TensorBoard reads the files of a directory in the order of their names. What begins in the same second comes after it."""
+    while True:
+        try:
+            return (folder / f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{attempt}").open("xb", buffering=0)
+        except FileExistsError:
+            second += 1
 
 
 def _table_entry(byte: int) -> int:

@@ -66,3 +66,13 @@ def test_each_attempt_has_its_file_and_says_which_steps_count(tmp_path: Path) ->
     names = sorted(path.name for path in (tmp_path / "tensorboard").iterdir())
     assert [name.split(".")[3] for name in names] == ["0000001000", "0000002000"]
     assert start_event(2000.0, 2) in list(records((tmp_path / "tensorboard" / names[1]).read_bytes()))
+
+
+def test_what_begins_again_in_the_same_second_has_a_file_of_its_own(tmp_path: Path) -> None:
+    for step in (0, 3, 5):
+        tracker = TensorBoard(lambda: 1000.5)
+        tracker.start({"directory": str(tmp_path), "attempt": 0, "step": step})
+        tracker.finish("Succeeded")
+    files = sorted((tmp_path / "tensorboard").iterdir())
+    assert [file.name.split(".")[3] for file in files] == ["0000001000", "0000001001", "0000001002"]
+    assert [list(records(file.read_bytes()))[1] for file in files] == [start_event(1000.5, step) for step in (1, 4, 6)]
