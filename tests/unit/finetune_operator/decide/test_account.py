@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from finetune_job.api.status import Attempt, FineTuneJobStatus, ProgressStatus
 from finetune_job.conditions import with_condition
 from finetune_job.failures import FailureClass
@@ -106,6 +108,22 @@ def test_a_restart_counts_once_the_status_tells_of_it_or_the_job_is_gone() -> No
     following = with_decision(found, running, running.model_copy(update={"attempts": [failed, again], "attempt": 2}), None)
     assert following.restarts == {"Collective|true": 1}
     assert following.pending == {"train/1": "Stalled|true"}
+
+
+@pytest.mark.parametrize("number", [-(2**62), -1, 0, 999_999_999, 10**9, 2**63 - 2])
+@pytest.mark.parametrize("field", ["attempt", "publish_attempt"])
+def test_an_account_can_be_read_again_whatever_number_somebody_wrote_into_the_status(number: int, field: str) -> None:
+    """What is on record is one object: an account in it that cannot be read would take those of all jobs with it."""
+    role = Role.TRAIN if field == "attempt" else Role.PUBLISH
+    failed = Attempt(role=role, number=number, outcome="Failed", failure=FailureClass.NODE_LOST)
+    before = FineTuneJobStatus(**{field: number})
+    after_it = before.model_copy(update={field: number + 1, "attempts": [failed]})
+    pending = with_decision(account(), before, after_it, T0)
+    assert pending.pending == {f"{role}/{number}": "NodeLost|false"}
+    assert JobAccount.model_validate_json(pending.model_dump_json()) == pending
+    # It counts once the status says so.
+    assert UsageTotals().plus(pending, confirmed_by(before)).restarts == {}
+    assert UsageTotals().plus(pending, confirmed_by(after_it)).restarts == {"NodeLost|false": 1}
 
 
 def test_what_sigterm_suspension_and_success_end_is_kept_and_no_restart() -> None:
