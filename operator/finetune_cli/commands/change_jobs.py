@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -16,6 +16,7 @@ from finetune_cli.cluster.errors import ClusterError
 from finetune_cli.cluster.objects import Cluster, Unseen, collection, unless_refused
 from finetune_cli.documents import document_text, objects_of, read_documents
 from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.jobs import documents
 from finetune_cli.jobs.next_manifest import copy_of, fork_of, next_name, start_changes
 from finetune_cli.jobs.seen import SeenJob, seen_job
 from finetune_job.api.job import parse_job
@@ -189,7 +190,7 @@ def _again(cluster: Cluster, job: SeenJob, new_name: str | None) -> Change:
         )
     name = new_name or next_name(job.name, _names(cluster))
     made = _create(cluster, copy_of(job.document, name), job.namespace)
-    return Change(made.job, f"created with the spec of {job.name}; it begins with the base model")
+    return Change(made.job, f"created with the spec of {job.name}; it begins with {_beginning(job.document)}")
 
 
 def fork(
@@ -204,7 +205,7 @@ def fork(
     step = None if start is None else _step_of(job, start)
     first = [] if step is None else start_changes(job.document, step)
     document = fork_of(job.document, new_name or next_name(name, _names(cluster)), [*first, *changes])
-    head = f"# From the FineTuneJob {job.title}. It begins with the base model.\n"
+    head = f"# From the FineTuneJob {job.title}. It begins with {_beginning(document)}.\n"
     if step is not None:
         head = (
             f"# From the FineTuneJob {job.title}. It begins with what that had trained after step {step}; schedule and\n"
@@ -212,6 +213,12 @@ def fork(
         )
     text = head + document_text(document)
     return text, validate_files([(f"fork of {name}", text)], _profile_text(cluster, text, name))
+
+
+def _beginning(document: Mapping[str, Any]) -> str:
+    """What a job trains on: a copy of a fork is a fork of the same checkpoint."""
+    start = documents.text(document, "spec", "training", "startFrom")
+    return f"the checkpoint {start} of its workspace" if start else "the base model"
 
 
 def _step_of(job: SeenJob, start: str) -> int:
