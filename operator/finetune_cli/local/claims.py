@@ -66,10 +66,9 @@ def claim_directories(uses: Sequence[ClaimUse], root: Path, given: Mapping[str, 
 
 
 def link_claims(uses: Sequence[ClaimUse], places: Mapping[str, Path], view: Path) -> None:
-    """Make `view` hold a link for each claim, and nothing else. Raises LocalError where an input does not exist."""
-    view.mkdir(parents=True, exist_ok=True)
-    for old in view.iterdir():
-        old.unlink()
+    """Make `view` hold a link for each claim, and nothing else. Raises LocalError if an input does not exist, and OSError; the
+    links are then those of before, by which `--fresh` finds what is to be removed.
+    """
     for use in uses:
         place = places[use.name]
         if use.is_input and not place.is_dir():
@@ -78,4 +77,14 @@ def link_claims(uses: Sequence[ClaimUse], places: Mapping[str, Path], view: Path
                 f"make it, or say where the claim is with --claim {use.name}=PATH"
             )
         place.mkdir(parents=True, exist_ok=True)
-        (view / use.name).symlink_to(place, target_is_directory=True)
+    view.mkdir(parents=True, exist_ok=True)
+    for use in uses:
+        # No name of a claim begins with a dot.
+        fresh = view / f".{use.name}"
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(places[use.name], target_is_directory=True)
+        fresh.replace(view / use.name)
+    names = {use.name for use in uses}
+    for old in view.iterdir():
+        if old.name not in names:
+            old.unlink()

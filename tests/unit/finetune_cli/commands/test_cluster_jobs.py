@@ -306,6 +306,14 @@ def test_a_bundle_that_cannot_be_written_whole_leaves_nothing(run: Run, tmp_path
     assert not (tmp_path / "bundle.tar.gz").exists()
 
 
+@pytest.mark.parametrize("name", ["file/bundle.tar.gz", "n" * 300])
+def test_a_bundle_that_cannot_be_a_file_is_told(run: Run, tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    done = run(f"bundle failed -o {name}")
+    assert (done.exit_code, f"{name} cannot be written: " in done.output) == (2, True), done.output
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(("n", "file"))] == ["file"]
+
+
 def test_a_history_that_a_stranger_wrote_is_read_as_far_as_it_goes(run: Run, server: ApiServer) -> None:
     lines = ["[" * 100_000, '{"step": 1, "loss": 1' + "0" * 400 + "}", '{"step": 2, "loss": true}', '{"step": 3, "loss": 1.5}']
     (give_workspace(server, "succeeded") / "history.jsonl").write_text("\n".join(lines))

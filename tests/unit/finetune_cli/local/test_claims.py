@@ -39,3 +39,22 @@ def test_a_missing_input_claim_is_named(tmp_path):
     uses = claims_of(PLAN)
     with pytest.raises(LocalError, match=r"spec.model.source: claim models is .*does not exist.*--claim models=PATH"):
         link_claims(uses, claim_directories(uses, tmp_path, {}), tmp_path / "view")
+
+
+def test_links_stay_as_they_were_if_a_claim_cannot_be_used(tmp_path: Path) -> None:
+    """By them --fresh finds what the last run has left."""
+    for claim in ("models", "data"):
+        (tmp_path / claim).mkdir()
+    uses, view = claims_of(PLAN), tmp_path / "view"
+    link_claims(uses, claim_directories(uses, tmp_path, {}), view)
+    before = {path.name: path.readlink() for path in view.iterdir()}
+    (tmp_path / "file").touch()
+    for claim, place, error in (("models", "nowhere", LocalError), ("workspace", "file", OSError)):
+        with pytest.raises(error):
+            link_claims(uses, claim_directories(uses, tmp_path, {claim: tmp_path / place}), view)
+        assert {path.name: path.readlink() for path in view.iterdir()} == before
+    # What a command that was killed has left is replaced, and claims of another manifest are removed.
+    for left in (".out", "other"):
+        (view / left).symlink_to(tmp_path)
+    link_claims(uses, claim_directories(uses, tmp_path, {}), view)
+    assert {path.name: path.readlink() for path in view.iterdir()} == before

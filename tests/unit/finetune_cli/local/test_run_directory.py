@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
 import threading
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +75,34 @@ def test_fresh_removes_nothing_without_a_record(tmp_path):
     (place.claims / "out").symlink_to(tmp_path / "out")
     start_fresh(place)
     assert (tmp_path / "out" / "tuned" / "merged").exists()
+
+
+def test_fresh_does_not_guess_where_the_results_of_a_damaged_plan_are(tmp_path: Path) -> None:
+    place = run_directory_of(tmp_path, PLAN.job)
+    place.claims.mkdir(parents=True)
+    write_record(place.record, freeze(place, PLAN))
+    place.plan.write_text(place.plan.read_text()[:300])
+    with pytest.raises(LocalError, match=r"plan.json: cannot be read, .* not known; remove them and .*or run without --fresh"):
+        start_fresh(place)
+    assert freeze(place, PLAN) == read_record(place.record), "without --fresh it is written again"
+    start_fresh(place)
+    assert not place.record.exists()
+
+
+def test_a_plan_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = run_directory_of(tmp_path, PLAN.job)
+    place.root.mkdir(parents=True)
+    write_record(place.record, freeze(place, PLAN))
+    text, written = place.plan.read_text(), Path.write_text
+
+    def full(path: Path, content: str) -> None:
+        written(path, content[:300])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        freeze(place, PLAN)
+    assert place.plan.read_text() == text
 
 
 def test_one_command_at_a_time(tmp_path):
