@@ -18,6 +18,7 @@ from finetune_cli.jobs.redact import redacted, redacted_text
 from finetune_cli.jobs.seen import seen_job, seen_pod
 from finetune_cli.jobs.usage import usage_of_jobs
 from finetune_cli.render.columns import bar, sparkline
+from finetune_cli.render.jobs import top_document, top_text
 from finetune_job.names import Role
 from tests.unit.finetune_cli.jobs import objects
 
@@ -82,11 +83,28 @@ def test_device_hours_are_counted_from_when_the_pods_had_nodes() -> None:
     for attempt in smaller["status"]["attempts"]:
         attempt["ranks"] = 2
     assert device_seconds(seen_job(smaller), objects.NOW) == 3600 * 2
+    # A number that somebody has written into the status.
+    for ranks, counted in ((-3, 1), (0, 1), (2**40, 8)):
+        for attempt in smaller["status"]["attempts"]:
+            attempt["ranks"] = ranks
+        assert device_seconds(seen_job(smaller), objects.NOW) == 3600 * counted
     jobs = [seen_job(each) for each in (objects.SUCCEEDED, objects.FAILED, objects.job("other", None, profile="cpu"))]
     (row,) = usage_of_jobs(jobs, lambda job: job.team, {"default": 2.0}, objects.NOW)
     assert (row.name, row.jobs, round(row.gpu_hours, 3), row.cost) == ("vision", 2, 9.867, pytest.approx(19.733, abs=1e-3))
     (row,) = usage_of_jobs(jobs, lambda job: job.team, {"default": None}, objects.NOW)
     assert row.cost is None
+
+
+def test_the_devices_of_what_trains_now_are_those_of_its_attempt() -> None:
+    """The gang has lost one of its two nodes of four ranks."""
+    job = seen_job(objects.RUNNING)
+    row = top_text([job], objects.NOW).splitlines()[1].split()
+    assert (row[3], row[5], row[6]) == ("4", "39800", "9950")
+    assert top_text([job], objects.NOW).splitlines()[-1] == "1 training, 4 devices; 0 other jobs"
+    assert top_document([job], objects.NOW)["jobs"][0]["devices"] == 4
+    unrecorded = copy.deepcopy(objects.RUNNING)
+    unrecorded["status"]["attempts"] = []
+    assert top_document([seen_job(unrecorded)], objects.NOW)["jobs"][0]["devices"] == 8
 
 
 def test_jobs_differ_in_their_settings_and_in_what_the_plan_chose() -> None:
