@@ -198,18 +198,6 @@ def test_a_gang_asks_for_more_although(why: str, seen: ObservedBuilder) -> None:
     assert deleted(reconcile(seen.build(), T0)) == ["Job/tune-train-1"], why
 
 
-def test_a_queue_that_gave_no_more_than_before_is_asked_again_after_twice_the_time() -> None:
-    """Both attempts ran: the gang had asked for all nodes, and came back with what it had."""
-    queued = elastic(pods={"train": {"queueName": "gpus"}})
-    asked = Attempt(number=0, outcome="Resized", running_time=timestamp(after(-5000)), nodes=2, ranks=4)
-    seen = growing(queued, attempts=(asked, SMALL)).but(waiting_in_queue=0)
-    assert deleted(reconcile(seen.build(), after(549))) == []
-    assert deleted(reconcile(seen.build(), after(550))) == ["Job/tune-train-1"]
-    # It gave one more the last time: that was no try in vain.
-    more = growing(queued, attempts=(asked.model_copy(update={"nodes": 1, "ranks": 2}), SMALL)).but(waiting_in_queue=0)
-    assert deleted(reconcile(more.build(), T0)) == ["Job/tune-train-1"]
-
-
 @pytest.mark.parametrize(("tries", "seconds"), [(1, 1200), (2, 2400), (3, 4800), (5, 4800)])
 def test_each_time_that_nodes_could_not_be_had_the_next_try_is_later(tries: int, seconds: int) -> None:
     before = [one for _ in range(tries) for one in (GROWN, NEVER_RAN)]
