@@ -176,12 +176,15 @@ def _compare_merged(run: _Audited, replay: Replay, claims: Path, view: LiveView,
 
 def first_other_step(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> int | None:
     """The first step whose lines do not say the same of the training."""
-    by_step = {line.get("step"): line for line in theirs}
+    by_step = {step: line for line in theirs if isinstance(step := line.get("step"), int)}
     for line in ours:
-        other = by_step.get(line.get("step"))
+        step = line.get("step")
+        if not isinstance(step, int):
+            # No training writes such a line.
+            continue
+        other = by_step.get(step)
         if other is None or any(line.get(name) != other.get(name) for name in _COMPARED):
-            step = line.get("step")
-            return step if isinstance(step, int) else None
+            return step
     return None
 
 

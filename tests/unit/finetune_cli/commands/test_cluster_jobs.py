@@ -19,6 +19,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from finetune_cli.app import app
+from finetune_cli.commands.workspace import checkpoints_text, stored_run
 from finetune_job.plan.digest import canonical_json
 from tests.support.builders import a_job
 from tests.unit.finetune_cli.cluster.api_server import JOBS, PODS, ApiServer, served
@@ -320,6 +321,12 @@ def test_a_history_that_a_stranger_wrote_is_read_as_far_as_it_goes(run: Run, ser
     done = run("status succeeded --curve")
     assert (done.exit_code, "curve:  ▁  1.5 to 1.5\n" in done.output) == (0, True), done.output
     assert "only the end of the curve" not in done.output
+
+
+@pytest.mark.parametrize("size", [10**400, -1, True, "4"])
+def test_a_size_that_no_directory_has_counts_as_none(size: object) -> None:
+    run = stored_run([{"file": "checkpoints/step-0000000010", "directory": True, "complete": True, "bytes": size}])
+    assert checkpoints_text(run).splitlines()[1].split()[:4] == ["10", "yes", "0.0", "MiB"]
 
 
 def test_a_curve_without_its_beginning_is_told(run: Run, server: ApiServer) -> None:

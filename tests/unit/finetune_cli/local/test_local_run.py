@@ -152,5 +152,6 @@ def test_progress_is_asked_of_rank_0(tmp_path):
         assert read_progress(tmp_path, 2) is None
         server.shutdown()
     assert read_progress(tmp_path, 1) is None
-    (tmp_path / OBSERVE_FILE).write_text("[]")
-    assert read_progress(tmp_path, 1) is None
+    for damaged in ("[]", "{", "[" * 100_000, '{"attempt": 1, "port": []}', '{"attempt": 1, "port": 99999999999999999999}'):
+        (tmp_path / OBSERVE_FILE).write_text(damaged)
+        assert read_progress(tmp_path, 1) is None
