@@ -14,6 +14,8 @@ from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.account import (
     GONE,
+    SECONDS_BOUNDS,
+    DurationCounts,
     JobAccount,
     JobLabels,
     UsageTotals,
@@ -63,7 +65,9 @@ def test_seconds_are_told_apart_and_added_once() -> None:
     assert counted(others, 200) == account()
     # What an earlier attempt still holds is lost.
     assert counted([pod(10, 40)], 60, attempt=1).gpu_seconds == {"waiting": 240, "lost": 160}
-    assert counted([pod(10, 40)], 60).model_copy(update={"gpus": 0}).gpus == 0
+    # A job without GPUs has nothing to count, and so nothing to write.
+    without = account().model_copy(update={"gpus": 0})
+    assert with_pods(without, [pod(10, 40)], 0, START + 60) is without
 
 
 def test_a_pod_that_went_without_a_word_held_its_gpus_until_it_was_due() -> None:
@@ -210,3 +214,13 @@ def test_phases_are_those_whose_ends_the_status_tells() -> None:
     assert {phase: seconds for phase, seconds in phase_seconds(silent, T0).items() if phase in ("startup", "pull")} == {
         "startup": 60
     }
+
+
+def test_durations_are_counted_up_to_a_bound_and_above_the_last() -> None:
+    """By position: what is on record would be told under other bounds if they changed."""
+    assert SECONDS_BOUNDS == (1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_400, 28_800, 86_400, 259_200)
+    found = DurationCounts()
+    for seconds in (0.0, 1.0, 1.5, 5.0, 259_200.0, 259_201.0, 1e9):
+        found = found.plus(seconds)
+    assert found.counts == (2, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2)
+    assert found.total == 0.0 + 1.0 + 1.5 + 5.0 + 259_200.0 + 259_201.0 + 1e9
