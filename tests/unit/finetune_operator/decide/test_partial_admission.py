@@ -136,6 +136,14 @@ def test_a_job_whose_size_cannot_be_read_has_the_size_that_was_asked_for() -> No
     assert config_map(reconcile(seen.batch_job(parallelism=None, takes_fewer=True).build(), T0))["data"] == {"attempt-0": "3"}
 
 
+@pytest.mark.parametrize("known", [None, told(1), told(0, attempt=-1)])
+def test_a_gang_of_fixed_size_follows_no_annotation_that_somebody_has_written(known: GangNodesView | None) -> None:
+    fixed = observing(a_job().nodes(4).run(queueName="gpus")).training().but(gang_nodes=known)
+    actions = reconcile(fixed.batch_job(parallelism=2, takes_fewer=True).build(), T0)
+    assert (created(actions), deleted(actions)) == ([], [])
+    assert actions.status is None or (actions.status.attempt, actions.status.gang_nodes) == (0, None)
+
+
 def test_a_refusal_of_the_number_is_said_and_not_asked_for_at_once_again() -> None:
     refusal = RefusedWrite("ConfigMap", "tune-nodes", 403, "exceeded quota: objects", T0, 1, after(30))
     actions = reconcile(admitted(3).but(refused_write=refusal).build(), T0)
