@@ -84,6 +84,9 @@ def test_fresh_does_not_guess_where_the_results_of_a_damaged_plan_are(tmp_path: 
     place.plan.write_text(place.plan.read_text()[:300])
     with pytest.raises(LocalError, match=r"plan.json: cannot be read, .* not known; remove them and .*or run without --fresh"):
         start_fresh(place)
+    other = PLAN.model_copy(update={"training": PLAN.training.model_copy(update={"max_steps": 99})})
+    with pytest.raises(LocalError, match=r"changed since its last run \(its settings\)"):
+        freeze(place, other)
     assert freeze(place, PLAN) == read_record(place.record), "without --fresh it is written again"
     start_fresh(place)
     assert not place.record.exists()
@@ -115,7 +118,8 @@ def test_one_command_at_a_time(tmp_path):
     for words in (f"process {os.getpid()}", "(train)", "since 20", "`finetune stop`"):
         assert words in str(refused.value)
     with locked(place):
-        pass
+        assert holder_of(place).pid == os.getpid(), "the lock names the command that has it now"
+    assert holder_of(place) is None
 
 
 def test_a_damaged_record_is_none(tmp_path):
