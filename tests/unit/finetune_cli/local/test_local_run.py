@@ -20,7 +20,7 @@ from finetune_cli.local.claims import claims_of
 from finetune_cli.local.launch import Interruption
 from finetune_cli.local.local_run import LocalRun, next_step, roles_of
 from finetune_cli.local.rank_zero import OBSERVE_FILE, read_progress
-from finetune_cli.local.run_directory import RunDirectory, RunRecord
+from finetune_cli.local.run_directory import RunDirectory, RunRecord, read_record
 from finetune_cli.render.run import LiveView
 from finetune_job.api.job import parse_job
 from finetune_job.api.status import Restarts
@@ -105,7 +105,14 @@ def test_the_checkpoints_that_training_tells_of_are_its_progress(
     """Each attempt tells of a checkpoint and ends with a fault of its device; the tenth succeeds."""
     steps = iter(told)
 
+    place, attempts = RunDirectory(tmp_path), list[int]()
+
     def launched(*arguments: Any) -> TerminationReport:
+        attempts.append(arguments[1].attempt)
+        kept = read_record(place.record)
+        # Before anything runs under a number it is used up, whoever is killed then.
+        assert kept is not None
+        assert kept.next_attempt == {Role.TRAIN: attempts[-1] + 1}
         step = next(steps, "done")
         if step == "done":
             return report(None, Outcome.SUCCEEDED)
@@ -117,8 +124,12 @@ def test_the_checkpoints_that_training_tells_of_are_its_progress(
     monkeypatch.setattr(local_run, "launch", launched)
     interruption = Interruption()
     monkeypatch.setattr(interruption, "pause", lambda _: None)
-    run = LocalRun(RunDirectory(tmp_path), PLAN, RunRecord(plan_sha256="x"), 0, LiveView(Console(quiet=True), "tune"))
+    run = LocalRun(place, PLAN, RunRecord(plan_sha256="x"), 0, LiveView(Console(quiet=True), "tune"))
     assert run.execute(0, interruption, [Role.TRAIN]) is ends
+    assert attempts == list(range(len(attempts)))
+    kept = read_record(place.record)
+    assert kept is not None
+    assert kept.seconds[Role.TRAIN] > 0
 
 
 def test_a_command_that_is_given_again_tries_again_what_was_given_up(tmp_path: Path) -> None:

@@ -144,6 +144,22 @@ def test_what_sigterm_suspension_and_success_end_is_kept_and_no_restart() -> Non
         assert len(found.pending) == (failure is not None)
 
 
+def test_what_is_trained_stays_open_until_its_attempt_or_the_job_ends() -> None:
+    before = observing(a_job()).training().status
+    other = before.model_copy(update={"merge_attempt": 1, "attempts": [*before.attempts, Attempt(role=Role.MERGE, number=0)]})
+    opened = before.model_copy(update={"attempts": [Attempt(number=0, start_time=timestamp(T0))]})
+    unopened = before.model_copy(update={"attempts": []})
+    for was, told in ((before, other), (before, before), (unopened, opened)):
+        found = decided(was, told)
+        assert (found.open_seconds, found.gpu_seconds, found.pending) == (80.0, {}, {})
+    # Its attempt has ended before, and its pods ran on until the job was cancelled.
+    failed = before.attempts[0].model_copy(update={"outcome": "Failed", "failure": FailureClass.COLLECTIVE})
+    stopped = before.model_copy(update={"attempts": [failed]})
+    conditions = with_condition(stopped.conditions, ConditionType.SUCCEEDED, False, Reason.CANCELLED, "", generation=1, now="")
+    found = decided(stopped, stopped.model_copy(update={"conditions": conditions}))
+    assert (found.open_seconds, found.gpu_seconds) == (0.0, {"lost": 80.0})
+
+
 def test_the_user_retry_of_a_stopped_role_is_no_restart() -> None:
     stopped = Attempt(number=0, outcome="Failed", failure=FailureClass.DISK_FULL)
     before = observing(a_job()).training().status.model_copy(update={"attempts": [stopped]})
