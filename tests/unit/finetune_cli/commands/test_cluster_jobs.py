@@ -323,6 +323,16 @@ def test_a_history_that_a_stranger_wrote_is_read_as_far_as_it_goes(run: Run, ser
     assert "only the end of the curve" not in done.output
 
 
+def test_results_that_are_published_are_not_downloaded_from_the_workspace(run: Run, server: ApiServer) -> None:
+    plan = a_job().spec("output.destination", "oci://registry.example/team/tuned:v1").plan()
+    server.put(CONFIG_MAPS, {"metadata": {"name": "succeeded-plan"}, "data": {"plan.json": canonical_json(plan)}})
+    done = run("download succeeded results")
+    assert (done.exit_code, done.output) == (
+        2,
+        "team/succeeded: its results are published at oci://registry.example/team/tuned:v1; read them from there\n",
+    )
+
+
 @pytest.mark.parametrize("size", [10**400, -1, True, "4"])
 def test_a_size_that_no_directory_has_counts_as_none(size: object) -> None:
     run = stored_run([{"file": "checkpoints/step-0000000010", "directory": True, "complete": True, "bytes": size}])

@@ -140,6 +140,11 @@ def test_the_pods_of_a_log_are_those_of_one_stage_and_attempt() -> None:
     assert [is_of_rank("[rank 1] x", rank) for rank in (None, 1, 11)] == [True, True, False]
 
 
+def test_a_stage_that_has_not_begun_has_nothing_to_say_yet() -> None:
+    for done, phase in ((1, "Fetching"), (3, "Training"), (5, "Merging")):
+        assert state(seen_job(objects.job("between", {"conditions": objects.stages(done)}))) == phase
+
+
 def test_states_say_what_holds_a_job_up() -> None:
     assert [state(seen_job(each)) for each in objects.ALL] == ["Succeeded", "Running", "Failed", "Stalled", "Queued", "Pending"]
 
