@@ -181,7 +181,37 @@ def test_what_looks_like_a_token_is_taken_out_of_a_text(secret: str) -> None:
         assert "(redacted)" in found
 
 
-@pytest.mark.parametrize("part", ["a", "a-", "eyJ", "token", "a://"])
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("docker login -u me -p dckr_pat_abcdefghijklmnopqrst", "dckr_pat"),
+        ("//registry.example/:_auth npm_abcdefghijklmnopqrstuvwx", "npm_"),
+        ("git clone https://abcdefgh12345678@host/repository", "abcdefgh12345678"),
+        ("secret_key: 'a few words'", "few words"),
+        ('"password": "two words"', "two words"),
+        ("run --hf-token abcdefgh --steps 5", "abcdefgh"),
+        ("retried with Bearer abcdefgh.ijkl", "abcdefgh"),
+        ("DefaultEndpointsProtocol=https;AccountKey=abcd1234==;x", "abcd1234"),
+    ],
+)
+def test_other_forms_of_secrets_are_taken_out_too(text: str, secret: str) -> None:
+    found = redacted_text(text)
+    assert secret not in found
+    assert "(redacted)" in found
+
+
+def test_the_value_of_a_key_that_names_a_secret_is_taken_out_of_an_object() -> None:
+    given = {"annotations": {"team.example/api-token": "few words", "a": "b"}, "password": "hunter2", "token": ""}
+    kept = {"secretRef": {"name": "hub"}, "signingKeySecret": "keys", "maxTokens": "5", "tokenizer": "mine"}
+    assert redacted({**given, **kept}) == {
+        "annotations": {"team.example/api-token": "(redacted)", "a": "b"},
+        "password": "(redacted)",
+        "token": "",
+        **kept,
+    }
+
+
+@pytest.mark.parametrize("part", ["a", "a-", "eyJ", "token", "a://", "--token ", "token='", "bearer "])
 def test_a_long_line_of_a_stranger_holds_nothing_up(part: str) -> None:
     begun = time.process_time()
     redacted_text(part * (20_000 // len(part)))
@@ -201,7 +231,15 @@ def test_times_are_in_utc() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[rank 0] loss 1.25 at step 60", "8192 tokens per second", "pvc://data/train.jsonl", "monkey: banana"]
+    "text",
+    [
+        "[rank 0] loss 1.25 at step 60",
+        "8192 tokens per second",
+        "--max-tokens 4096",
+        "the bearer of it",
+        "pvc://data/train.jsonl",
+        "monkey: banana",
+    ],
 )
 def test_what_is_no_token_stays(text: str) -> None:
     assert redacted_text(text) == text
