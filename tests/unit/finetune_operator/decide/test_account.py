@@ -16,12 +16,14 @@ from finetune_operator.decide.account import (
     GONE,
     SECONDS_BOUNDS,
     DurationCounts,
+    Ended,
     JobAccount,
     JobLabels,
     UsageTotals,
     closed_account,
     confirmed_by,
     is_news,
+    restart_key,
     with_checkpoint,
     with_decision,
     with_pods,
@@ -63,6 +65,9 @@ def test_seconds_are_told_apart_and_added_once() -> None:
     # Nothing of the pods of other roles, and of those that have no node.
     others = [pod(10, 40, 100, role=Role.MERGE), replace(pod(10), scheduled=None)]
     assert counted(others, 200) == account()
+    # A pod that has not started waits, and nothing else may have happened since.
+    assert counted([pod(10)], 60).gpu_seconds == {"waiting": 400}
+    assert with_pods(account().model_copy(update={"at": START + 50}), [pod(10, 40)], 1, START + 60).gpu_seconds == {"lost": 80}
     # What an earlier attempt still holds is lost.
     assert counted([pod(10, 40)], 60, attempt=1).gpu_seconds == {"waiting": 240, "lost": 160}
     # A job without GPUs has nothing to count, and so nothing to write.
@@ -128,6 +133,36 @@ def test_an_account_can_be_read_again_whatever_number_somebody_wrote_into_the_st
     # It counts once the status says so.
     assert UsageTotals().plus(pending, confirmed_by(before)).restarts == {}
     assert UsageTotals().plus(pending, confirmed_by(after_it)).restarts == {"NodeLost|false": 1}
+
+
+def test_a_restart_that_is_told_leaves_that_of_another_role_pending() -> None:
+    found = account(pending={"train/0": "NodeLost|false", "publish/0": "Internal|true"})
+    told = FineTuneJobStatus(attempt=1)
+    assert with_decision(found, told, told, None).restarts == {"NodeLost|false": 1}
+    following = with_decision(found, told, told.model_copy(update={"publish_attempt": 1}), None)
+    assert UsageTotals().plus(found, confirmed_by(told)).restarts == {"NodeLost|false": 1}
+    assert (following.restarts, following.pending) == ({"NodeLost|false": 1}, {})
+    assert restart_key(Attempt(number=0, outcome="Failed")) == "Unknown|false"
+
+
+def test_a_result_is_news_once_and_once_more_when_nothing_of_the_job_runs() -> None:
+    before = observing(a_job()).training().status
+
+    def with_(status: FineTuneJobStatus, kind: ConditionType) -> FineTuneJobStatus:
+        conditions = with_condition(status.conditions, kind, True, Reason.COMPLETED, "", generation=1, now="")
+        return status.model_copy(update={"conditions": conditions})
+
+    succeeded = with_(before, ConditionType.SUCCEEDED)
+    finished = with_(succeeded, ConditionType.FINISHED)
+    assert [is_news(*each) for each in ((before, succeeded), (succeeded, succeeded), (succeeded, finished))] == [
+        True,
+        False,
+        True,
+    ]
+    ended = Ended(result="Succeeded", reason="Completed", seconds={"queue": 40.0})
+    totals = UsageTotals().plus(account(ended=ended), confirmed_by(succeeded))
+    assert (totals.ended, totals.durations) == ({"Succeeded|Completed": 1}, {"queue": DurationCounts().plus(40.0)})
+    assert UsageTotals().plus(account(ended=ended), confirmed_by(before)).durations == {}
 
 
 def test_what_sigterm_suspension_and_success_end_is_kept_and_no_restart() -> None:
