@@ -9,6 +9,7 @@ from pathlib import Path
 
 from finetune_cli.exit_codes import LocalError
 from finetune_job.api.base import ClaimPath
+from finetune_job.finding import Finding
 from finetune_job.plan.inputs import input_locations
 from finetune_job.plan.run_plan import RunPlan
 
@@ -88,3 +89,12 @@ def link_claims(uses: Sequence[ClaimUse], places: Mapping[str, Path], view: Path
     for old in view.iterdir():
         if old.name not in names:
             old.unlink()
+
+
+def with_places(finding: Finding, view: Path, directories: Mapping[str, Path]) -> Finding:
+    """With the directories of claims instead of the links to them, which are removed."""
+    message = finding.message
+    # The name of a claim may begin with that of another.
+    for claim in sorted(directories, key=len, reverse=True):
+        message = message.replace(str(view / claim), str(directories[claim]))
+    return finding.model_copy(update={"message": message})
