@@ -28,6 +28,13 @@ def errors_told() -> Iterator[None]:
     except LocalError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from error
+    except BrokenPipeError:
+        # Who read the answers has gone: typer ends without a word.
+        raise
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        typer.echo(f"{place}{error.strerror or error}; check the path, your rights and the room on the disk", err=True)
+        raise typer.Exit(ExitCode.FAILED) from error
     except RecursionError as error:
         typer.echo("what was read is nested too deeply to be worked with", err=True)
         raise typer.Exit(ExitCode.FAILED) from error

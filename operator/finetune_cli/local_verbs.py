@@ -78,8 +78,8 @@ def attach(
 
     with errors_told():
         found = find_run(claims, name, namespace)
-    with LiveView(Console(highlight=False), name) as view:
-        follow(found, view)
+        with LiveView(Console(highlight=False), name) as view:
+            follow(found, view)
 
 
 @local_app.command()

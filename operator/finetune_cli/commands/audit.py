@@ -16,7 +16,7 @@ from rich.console import Console
 from finetune_cli.commands.run import check_given
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.audit_process import AuditedParts, AuditedPlan, difference, inspect_run, merged_difference
-from finetune_cli.local.claims import claims_of, link_claims
+from finetune_cli.local.claims import claims_of, link_claims, with_places
 from finetune_cli.local.known_runs import named_runs
 from finetune_cli.local.launch import Interruption, Trainer, check_trainer
 from finetune_cli.local.replay import Interval, Replay, check_ranks, claims_of_run, draw, kept_intervals
@@ -176,12 +176,15 @@ def _compare_merged(run: _Audited, replay: Replay, claims: Path, view: LiveView,
 
 def first_other_step(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> int | None:
     """The first step whose lines do not say the same of the training."""
-    by_step = {line.get("step"): line for line in theirs}
+    by_step = {step: line for line in theirs if isinstance(step := line.get("step"), int)}
     for line in ours:
-        other = by_step.get(line.get("step"))
+        step = line.get("step")
+        if not isinstance(step, int):
+            # No training writes such a line.
+            continue
+        other = by_step.get(step)
         if other is None or any(line.get(name) != other.get(name) for name in _COMPARED):
-            step = line.get("step")
-            return step if isinstance(step, int) else None
+            return step
     return None
 
 
@@ -229,16 +232,8 @@ def _look(run: _Audited, scratch: Path, interruption: Interruption, console: Con
     view = scratch / _CLAIMS
     link_claims(claims_of(run.plan), run.claims, view)
     parts = inspect_run(run.seen_at(view), interruption)
-    run.findings += [_with_places(finding, view, run.claims) for finding in parts.findings]
+    run.findings += [with_places(finding, view, run.claims) for finding in parts.findings]
     return parts
-
-
-def _with_places(finding: Finding, view: Path, claims: Mapping[str, Path]) -> Finding:
-    """With the directories of claims instead of the links to them, which are removed."""
-    message = finding.message
-    for claim, place in claims.items():
-        message = message.replace(f"{view / claim}/", f"{place}/")
-    return finding.model_copy(update={"message": message})
 
 
 def _ranks(plan: RunPlan, order: AuditOrder, parts: AuditedParts) -> int | None:

@@ -6,6 +6,7 @@ import io
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,9 @@ def write_bundle(cluster: Cluster, name: str, target: Path, now: datetime) -> li
     except FileExistsError as error:
         raise LocalError(f"{target} exists already; name another file with --output") from error
     except OSError as error:
-        target.unlink(missing_ok=True)
+        # What cannot be a file cannot be removed either.
+        with suppress(OSError):
+            target.unlink()
         raise LocalError(f"{target} cannot be written: {error.strerror}; name another file with --output") from error
     return missing
 

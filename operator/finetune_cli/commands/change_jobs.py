@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -16,12 +16,22 @@ from finetune_cli.cluster.errors import ClusterError
 from finetune_cli.cluster.objects import Cluster, Unseen, collection, unless_refused
 from finetune_cli.documents import document_text, objects_of, read_documents
 from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.jobs import documents
 from finetune_cli.jobs.next_manifest import copy_of, fork_of, next_name, start_changes
 from finetune_cli.jobs.seen import SeenJob, seen_job
 from finetune_job.api.job import parse_job
+from finetune_job.api.output import RetainPolicy
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.finding import FieldChange
-from finetune_job.names import API_VERSION, DEFAULT_PROFILE, JOB_KIND, JOB_PLURAL, PROFILE_KIND, PROFILE_PLURAL
+from finetune_job.names import (
+    API_VERSION,
+    DEFAULT_PROFILE,
+    JOB_KIND,
+    JOB_PLURAL,
+    PROFILE_KIND,
+    PROFILE_PLURAL,
+    workspace_claim_name,
+)
 
 STRICT = {"fieldValidation": "Strict"}
 """A server of another release refuses fields that it does not know, instead of leaving them out without a word."""
@@ -189,7 +199,7 @@ def _again(cluster: Cluster, job: SeenJob, new_name: str | None) -> Change:
         )
     name = new_name or next_name(job.name, _names(cluster))
     made = _create(cluster, copy_of(job.document, name), job.namespace)
-    return Change(made.job, f"created with the spec of {job.name}; it begins with the base model")
+    return Change(made.job, f"created with the spec of {job.name}; it begins with {_beginning(job.document)}")
 
 
 def fork(
@@ -204,14 +214,32 @@ def fork(
     step = None if start is None else _step_of(job, start)
     first = [] if step is None else start_changes(job.document, step)
     document = fork_of(job.document, new_name or next_name(name, _names(cluster)), [*first, *changes])
-    head = f"# From the FineTuneJob {job.title}. It begins with the base model.\n"
+    head = f"# From the FineTuneJob {job.title}. It begins with {_beginning(document)}.\n"
     if step is not None:
         head = (
             f"# From the FineTuneJob {job.title}. It begins with what that had trained after step {step}; schedule and\n"
             "# optimizer begin again. The checkpoint has to be there until the new job has saved one of its own.\n"
+            f"{_note_on_claim(job, document)}"
         )
     text = head + document_text(document)
     return text, validate_files([(f"fork of {name}", text)], _profile_text(cluster, text, name))
+
+
+def _beginning(document: Mapping[str, Any]) -> str:
+    """What a job trains on: a copy of a fork is a fork of the same checkpoint."""
+    start = documents.text(document, "spec", "training", "startFrom")
+    return f"the checkpoint {start} of its workspace" if start else "the base model"
+
+
+def _note_on_claim(job: SeenJob, document: Mapping[str, Any]) -> str:
+    """A warning if the new job works on a claim that goes with the other one."""
+    claim, retain = workspace_claim_name(job.name), documents.text(job.spec, "workspace", "retain")
+    if documents.text(document, "spec", "workspace", "claimName") != claim or retain != RetainPolicy.DELETE:
+        return ""
+    return (
+        f"# Its workspace is the claim {claim}, which is deleted with {job.name} (spec.workspace.retain: Delete), and with it\n"
+        f"# what the new job has trained. Keep {job.name} until the new job is done.\n"
+    )
 
 
 def _step_of(job: SeenJob, start: str) -> int:

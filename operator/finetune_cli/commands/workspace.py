@@ -19,6 +19,7 @@ from finetune_job.layout import WorkspaceLayout
 
 _LAYOUT = WorkspaceLayout(Path())
 HISTORY, CHECKPOINTS = str(_LAYOUT.history), str(_LAYOUT.checkpoints)
+_MOST_BYTES = 1 << 63
 _STEP = re.compile(rf"{CHECKPOINTS}/step-(\d{{10}})")
 
 
@@ -63,8 +64,8 @@ def stored_run(printed: list[Mapping[str, Any]]) -> StoredRun:
         is_cut = is_cut or each.get("cut") is True
         step = _STEP.fullmatch(str(each.get("file", "")))
         if step is not None and each.get("directory") is True:
-            size = each.get("bytes")
-            sizes[int(step[1])] = (each.get("complete") is True, size if isinstance(size, int) else 0)
+            size = documents.number(each, "bytes") or 0
+            sizes[int(step[1])] = (each.get("complete") is True, size if 0 <= size < _MOST_BYTES else 0)
         elif each.get("file") == HISTORY and isinstance(each.get("line"), str):
             point = _point(each["line"])
             if point is not None:

@@ -51,7 +51,7 @@ def fork_of(document: Mapping[str, Any], name: str, changes: Iterable[FieldChang
     changes = list(changes)
     made = copy_of(document, name)
     output = made["spec"].get("output")
-    is_set = any(change.field.startswith("spec.output") for change in changes)
+    is_set = any(change.field in ("spec.output", "spec.output.destination") for change in changes)
     if not is_set and isinstance(output, dict) and isinstance(output.get("destination"), str):
         output["destination"] = other_destination(output["destination"], name)
     return with_changes(made, changes)

@@ -109,10 +109,21 @@ def seconds_between(start: str, end: str, now: datetime) -> float | None:
 def device_seconds(job: SeenJob, now: datetime) -> float:
     """That its training pods held, from when all had a node."""
     return sum(
-        (seconds_between(each.scheduled_time or each.start_time, each.end_time, now) or 0.0) * (each.ranks or job.num_ranks)
+        (seconds_between(each.scheduled_time or each.start_time, each.end_time, now) or 0.0) * ranks_of(job, each)
         for each in job.attempts_of(Role.TRAIN)
         if each.scheduled_time or each.running_time
     )
+
+
+def ranks_of(job: SeenJob, attempt: Attempt) -> int:
+    """Of one attempt: an elastic gang has fewer at times, and never more, whatever somebody has written into its status."""
+    return job.num_ranks if attempt.ranks is None else min(max(attempt.ranks, 1), job.num_ranks)
+
+
+def ranks_now(job: SeenJob) -> int:
+    """Of the attempt that trains, or trained last; before it is recorded, of all nodes."""
+    attempts = job.attempts_of(Role.TRAIN)
+    return ranks_of(job, attempts[-1]) if attempts else job.num_ranks
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,22 @@ _VALUES = frozenset({"value", "valueFrom"})
 _SECRET_DATA = frozenset({"data", "stringData", "binaryData"})
 _TOKENS = re.compile(
     r"""hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}|sk-[A-Za-z0-9_-]{16,}|glpat-[A-Za-z0-9_-]{16,}
-    |(?:AKIA|ASIA)[A-Z0-9]{16}|xox[abprs]-[A-Za-z0-9-]{10,}|(?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]*)?
+    |dckr_pat_[A-Za-z0-9_-]{16,}|npm_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}|xox[abprs]-[A-Za-z0-9-]{10,}|(?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]*)?
     |-----BEGIN[ A-Z]*PRIVATE[ ]KEY-----.*?(?:-----END[ A-Z]*PRIVATE[ ]KEY-----|$)""",
     re.VERBOSE | re.DOTALL,
 )
-_CREDENTIALS_IN_URL = re.compile(r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://)[^/\s:@]*:[^/\s@]+@", re.IGNORECASE)
+_CREDENTIALS_IN_URL = re.compile(r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://)[^/\s@]+@", re.IGNORECASE)
+_NAMES = "password|passwd|secret|token|authorization|api[_-]?key|access[_-]?key|account[_-]?key"
 _NAMED = re.compile(
-    r"""((?:password|passwd|secret|token|authorization|api[_-]?key|access[_-]?key)[a-z0-9_.-]{0,100}["']?\s*[=:]\s*["']?
-    (?:bearer\s+|basic\s+)?)[^\s"',;&]{4,}""",
-    re.VERBOSE | re.IGNORECASE,
+    rf"""((?:{_NAMES})[a-z0-9_.-]{{0,100}}["']?\s*[=:]\s*["']?(?:bearer\s+|basic\s+)?)[^\s"',;&]{{4,}}""", re.IGNORECASE
 )
+_QUOTED = re.compile(
+    rf"""((?:{_NAMES})[a-z0-9_.-]{{0,100}}["']?\s*[=:]\s*)("[^"\n]{{1,500}}"|'[^'\n]{{1,500}}')""", re.IGNORECASE
+)
+"""A value that may hold spaces."""
+_OPTION = re.compile(rf"(--[a-z0-9-]{{0,40}}(?:{_NAMES})(?![a-z])\s+)(?!-)\S{{4,}}|(\bbearer\s+)[\w.~+/=-]{{8,}}", re.IGNORECASE)
+_SECRET_KEY = re.compile(rf"(?:.{{0,250}}[._/-])?(?:{_NAMES})", re.IGNORECASE)
+"""Of a mapping, such as annotations; not the name of a Secret, as in `secretRef`."""
 _SIGNED = re.compile(r"((?:X-Amz-(?:Signature|Credential|Security-Token)|sig|signature)=)[^&\s\"']+", re.IGNORECASE)
 
 
@@ -33,6 +39,8 @@ def redacted_text(text: str) -> str:
     text = _TOKENS.sub(REDACTED, text)
     text = _CREDENTIALS_IN_URL.sub(rf"\1{REDACTED}@", text)
     text = _SIGNED.sub(rf"\1{REDACTED}", text)
+    text = _QUOTED.sub(rf'\1"{REDACTED}"', text)
+    text = _OPTION.sub(rf"\1\2{REDACTED}", text)
     return _NAMED.sub(rf"\1{REDACTED}", text)
 
 
@@ -51,6 +59,8 @@ def _member(key: str, content: Any, is_secret: bool) -> Any:
         return dict.fromkeys(map(str, content), REDACTED)
     if key in ("env", "envFrom") and isinstance(content, list):
         return [_variable(each) for each in content]
+    if isinstance(content, str) and content and _SECRET_KEY.fullmatch(key):
+        return REDACTED
     if key == "annotations" and isinstance(content, Mapping):
         content = {name: each for name, each in content.items() if name not in _DROPPED_ANNOTATIONS}
     return redacted(content, is_secret=is_secret)

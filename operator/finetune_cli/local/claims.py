@@ -9,6 +9,7 @@ from pathlib import Path
 
 from finetune_cli.exit_codes import LocalError
 from finetune_job.api.base import ClaimPath
+from finetune_job.finding import Finding
 from finetune_job.plan.inputs import input_locations
 from finetune_job.plan.run_plan import RunPlan
 
@@ -66,10 +67,9 @@ def claim_directories(uses: Sequence[ClaimUse], root: Path, given: Mapping[str, 
 
 
 def link_claims(uses: Sequence[ClaimUse], places: Mapping[str, Path], view: Path) -> None:
-    """Make `view` hold a link for each claim, and nothing else. Raises LocalError where an input does not exist."""
-    view.mkdir(parents=True, exist_ok=True)
-    for old in view.iterdir():
-        old.unlink()
+    """Make `view` hold a link for each claim, and nothing else. Raises LocalError if an input does not exist, and OSError; the
+    links are then those of before, by which `--fresh` finds what is to be removed.
+    """
     for use in uses:
         place = places[use.name]
         if use.is_input and not place.is_dir():
@@ -78,4 +78,23 @@ def link_claims(uses: Sequence[ClaimUse], places: Mapping[str, Path], view: Path
                 f"make it, or say where the claim is with --claim {use.name}=PATH"
             )
         place.mkdir(parents=True, exist_ok=True)
-        (view / use.name).symlink_to(place, target_is_directory=True)
+    view.mkdir(parents=True, exist_ok=True)
+    for use in uses:
+        # No name of a claim begins with a dot.
+        fresh = view / f".{use.name}"
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(places[use.name], target_is_directory=True)
+        fresh.replace(view / use.name)
+    names = {use.name for use in uses}
+    for old in view.iterdir():
+        if old.name not in names:
+            old.unlink()
+
+
+def with_places(finding: Finding, view: Path, directories: Mapping[str, Path]) -> Finding:
+    """With the directories of claims instead of the links to them, which are removed."""
+    message = finding.message
+    # The name of a claim may begin with that of another.
+    for claim in sorted(directories, key=len, reverse=True):
+        message = message.replace(str(view / claim), str(directories[claim]))
+    return finding.model_copy(update={"message": message})

@@ -20,7 +20,7 @@ from finetune_job.layout import WorkspaceLayout
 from finetune_job.names import Role
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.progress import Progress
-from finetune_operator.decide.restart_policy import counters_after, pause_seconds, restart_decision
+from finetune_operator.decide.restart_policy import counters_after, pause_seconds, restart_decision, with_progress
 
 
 def roles_of(plan: RunPlan) -> tuple[Role, ...]:
@@ -56,9 +56,16 @@ class NextStep:
 
 
 def next_step(
-    record: RunRecord, report: TerminationReport, role: Role, max_restarts: int, *, interrupted: bool, now: datetime
+    record: RunRecord,
+    report: TerminationReport,
+    role: Role,
+    max_restarts: int,
+    *,
+    interrupted: bool,
+    now: datetime,
+    checkpoint_step: int | None = None,
 ) -> NextStep:
-    """What follows this end of a role at `now`."""
+    """What follows this end of a role at `now`. `checkpoint_step`: of the newest checkpoint that training has told of."""
     if report.outcome is Outcome.SUCCEEDED:
         return NextStep(
             record.model_copy(update={"finished": [*record.finished, role], "facts": {**record.facts, role: report.facts}})
@@ -68,13 +75,21 @@ def next_step(
     if interrupted:
         return NextStep(record, exit_code=ExitCode.INTERRUPTED)
     failure = report.failure or FailureClass.UNKNOWN
-    restarts = record.restarts.get(role, Restarts())
+    restarts = with_progress(record.restarts.get(role, Restarts()), checkpoint_step)
     decision = restart_decision(failure, restarts, max_restarts, now)
     if not decision.restarts:
         return NextStep(record, exit_code=ExitCode.FAILED)
     following = counters_after(decision, restarts, now)
     pause = pause_seconds(failure, following, role, record.plan_sha256)
     return NextStep(record.model_copy(update={"restarts": {**record.restarts, role: following}}), again_after_seconds=pause)
+
+
+def tried_by_hand(record: RunRecord) -> RunRecord:
+    """The record as a new command finds it: whoever runs it again has looked at what failed, so no role waits or is given up for
+    what failed before. What counts against `run.maxRestarts` stays.
+    """
+    restarts = {role: one.model_copy(update={"in_a_row": 0, "in_a_row_since": ""}) for role, one in record.restarts.items()}
+    return record.model_copy(update={"restarts": restarts})
 
 
 class LocalRun:
@@ -95,10 +110,13 @@ class LocalRun:
         which training ends with its state saved.
         """
         self.ranks, self.until_step = ranks, until_step
-        self.place, self.plan, self.record, self.lock, self.audience = place, plan, record, lock, audience
+        self.place, self.plan, self.lock, self.audience = place, plan, lock, audience
+        self.record = tried_by_hand(record)
         workspace = plan.workspace
         self.last: TerminationReport | None = None
         """How the role ended that ran last."""
+        self._checkpoint_step: int | None = None
+        """Of the newest checkpoint that training has told of."""
         self.workspace = WorkspaceLayout(place.claims / workspace.claim / workspace.path)
 
     def execute(
@@ -118,7 +136,13 @@ class LocalRun:
             while role not in self.record.finished:
                 report = self._attempt(trainer, role, interruption)
                 step = next_step(
-                    self.record, report, role, max_restarts, interrupted=interruption.requested, now=datetime.now(UTC)
+                    self.record,
+                    report,
+                    role,
+                    max_restarts,
+                    interrupted=interruption.requested,
+                    now=datetime.now(UTC),
+                    checkpoint_step=self._checkpoint_step if role is Role.TRAIN else None,
                 )
                 self._keep(step.record)
                 if step.exit_code is not None:
@@ -170,6 +194,7 @@ class LocalRun:
             self.audience.said(line)
         progress = read_progress(self.workspace.root, attempt) if role is Role.TRAIN else None
         if progress is not None:
+            self._checkpoint_step = progress.checkpoint_step
             self.audience.progressed(progress)
 
     def _keep(self, record: RunRecord) -> None:

@@ -8,12 +8,13 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.local.claims import with_places
 from finetune_job.finding import Finding
 from finetune_job.layout import OutputLayout, WorkspaceLayout
 from finetune_job.plan.run_plan import RunPlan
@@ -76,7 +77,8 @@ def look(
             "only_existing": fetched or not must_exist,
             "places": _places(plan, Path(root)) if checks_places else None,
         }
-        return _answer(order)
+        seen = _answer(order)
+        return replace(seen, findings=tuple(with_places(finding, Path(root), directories) for finding in seen.findings))
 
 
 def _places(plan: RunPlan, root: Path) -> dict[str, Any]:

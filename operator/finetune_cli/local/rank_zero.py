@@ -26,6 +26,7 @@ def read_progress(workspace: Path, attempt: int) -> Progress | None:
         finally:
             connection.close()
         progress = Progress.model_validate_json(answer)
-    except (OSError, ValueError, KeyError, AttributeError, http.client.HTTPException):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError, http.client.HTTPException):
+        # Who may write to the workspace may have written anything there.
         return None
     return progress if progress.attempt == attempt else None

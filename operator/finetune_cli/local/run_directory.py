@@ -150,10 +150,19 @@ def held_text(place: RunDirectory) -> str:
 
 
 def start_fresh(place: RunDirectory) -> None:
-    """Remove what an earlier run of this job left: its workspace, and its results where its record proves them."""
+    """Remove what an earlier run of this job left: its workspace, and its results where its record proves them.
+
+    Raises LocalError if its plan, which says where they are, is damaged.
+    """
     record = read_record(place.record)
     if record is not None and place.plan.exists():
-        before = RunPlan.model_validate_json(place.plan.read_bytes())
+        before = read_plan(place)
+        if before is None:
+            raise LocalError(
+                f"{place.plan}: cannot be read, so where the last run has its workspace and results is not known; remove them "
+                f"and {place.root}, or run without --fresh",
+                ExitCode.FAILED,
+            )
         output = OutputLayout(_path(place, before.output))
         workspace = _path(place, before.workspace)
         merged = output.merged_paths()
@@ -184,7 +193,7 @@ def freeze(place: RunDirectory, plan: RunPlan) -> RunRecord:
             f"{plan.job.name}: the manifest has changed since its last run ({changed}), and a run keeps its first plan; "
             "run with --fresh to start over, or give the job another name"
         )
-    place.plan.write_text(text)
+    _replace(place.plan, text)
     return record or RunRecord(plan_sha256=sha256)
 
 
@@ -246,6 +255,11 @@ def read_record(path: Path) -> RunRecord | None:
 
 def write_record(path: Path, record: RunRecord) -> None:
     """Replace the record."""
+    _replace(path, record.model_dump_json(indent=2))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whoever reads the file meanwhile, or is killed, leaves the old text or the new one."""
     fresh = path.with_suffix(".new")
-    fresh.write_text(record.model_dump_json(indent=2))
+    fresh.write_text(text)
     fresh.replace(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,11 +74,18 @@ def losses(facts: Mapping[str, str], history: list[dict[str, Any]]) -> Losses | 
     """The held-out losses that the trainer reported or wrote down, else the first and the last loss of a step."""
     if "initial_eval_loss" in facts and "eval_loss" in facts:
         return Losses(float(facts["initial_eval_loss"]), float(facts["eval_loss"]), held_out=True)
-    evaluations = [float(line["eval_loss"]) for line in history if isinstance(line.get("eval_loss"), int | float)]
+    evaluations = _numbers(history, "eval_loss")
     if len(evaluations) > 1:
         return Losses(evaluations[0], evaluations[-1], held_out=True)
-    found = [float(line["loss"]) for line in history if isinstance(line.get("loss"), int | float)]
+    found = _numbers(history, "loss")
     return Losses(found[0], found[-1], held_out=False) if found else None
+
+
+def _numbers(history: list[dict[str, Any]], name: str) -> list[float]:
+    """Those of the lines that have one."""
+    found = (line.get(name) for line in history)
+    # Whole numbers in JSON have no limit.
+    return [float(one) for one in found if isinstance(one, int | float) and abs(one) < sys.float_info.max]
 
 
 def _place(claims: Path, location: ClaimPath) -> Path:
@@ -98,7 +106,7 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     for line in text.splitlines():
         try:
             content = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(content, dict):
             lines.append(content)
@@ -108,6 +116,6 @@ def read_history(path: Path) -> list[dict[str, Any]]:
 def _figures(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune_cli.jobs.durations import duration_text
 from finetune_cli.jobs.plain import plain
-from finetune_cli.jobs.progress import figures, seconds_left, stage_name, state
+from finetune_cli.jobs.progress import figures, ranks_now, seconds_left, stage_name, state
 from finetune_cli.jobs.seen import SeenJob
 from finetune_cli.render.columns import figure, table
 from finetune_job.names import Role
@@ -78,7 +78,7 @@ _TOP_HEADER = ("NAMESPACE", "NAME", "TEAM", "DEVICES", "STEP", "TOKENS/S", "PER 
 def running(jobs: Sequence[SeenJob]) -> list[SeenJob]:
     """Those that train, most devices first."""
     found = [job for job in jobs if state(job) == "Running" and stage_name(job) == Role.TRAIN]
-    return sorted(found, key=lambda job: (-job.num_ranks, job.title))
+    return sorted(found, key=lambda job: (-ranks_now(job), job.title))
 
 
 def top_text(jobs: Sequence[SeenJob], now: datetime) -> str:
@@ -92,16 +92,16 @@ def top_text(jobs: Sequence[SeenJob], now: datetime) -> str:
                 plain(job.namespace),
                 plain(job.name, 80),
                 plain(job.team, _MOST_CELL),
-                str(job.num_ranks),
+                str(ranks_now(job)),
                 "-" if found is None else f"{found.step}/{found.total}",
                 figure(tokens, ".0f"),
-                figure(None if tokens is None else tokens / job.num_ranks, ".0f"),
+                figure(None if tokens is None else tokens / ranks_now(job), ".0f"),
                 figure(found.mfu if found else None, ".1%"),
                 figure(found.goodput if found else None, ".0%"),
                 duration_text(seconds_left(job, now)) or "-",
             )
         )
-    devices = sum(job.num_ranks for job in running(jobs))
+    devices = sum(ranks_now(job) for job in running(jobs))
     return table(_TOP_HEADER, rows) + f"{len(rows)} training, {devices} devices; {len(jobs) - len(rows)} other jobs\n"
 
 
@@ -114,7 +114,7 @@ def top_document(jobs: Sequence[SeenJob], now: datetime) -> dict[str, Any]:
             {
                 **summary(job, now),
                 "team": job.team,
-                "devices": job.num_ranks,
+                "devices": ranks_now(job),
                 "tokensPerSecond": found.tokens_per_second if found else None,
                 "mfu": found.mfu if found else None,
                 "goodput": found.goodput if found else None,

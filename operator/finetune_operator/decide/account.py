@@ -24,8 +24,8 @@ from finetune_operator.decide.phases import phase_seconds
 from finetune_operator.decide.stage import ATTEMPT_FIELD, attempt_of, is_terminal
 
 N = TypeVar("N", int, float)
-Place = Annotated[str, StringConstraints(pattern=r"^[a-z]+/[0-9]{1,9}$")]
-"""Role and attempt."""
+Place = Annotated[str, StringConstraints(pattern=r"^[a-z]+/-?[0-9]{1,19}$")]
+"""Role and attempt, whose number anybody may have edited in the status: it is any that the API server keeps."""
 Price = Annotated[str, StringConstraints(pattern=r"^([0-9]+(\.[0-9]+)?)?$")]
 WAITING, PRODUCTIVE, LOST = "waiting", "productive", "lost"
 OUTCOMES = (WAITING, PRODUCTIVE, LOST)

@@ -57,12 +57,17 @@ def train_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
             if not wait_for_refused_write(observed, result, ConditionType.TRAINED, _FIX_OF_UNGATING):
                 result.ungate(found.batch_job, PREFLIGHT_GATE)
         elif not (
-            follow_admission(observed, stage, run, found, found.batch_job)
-            or (limits is not None and _is_resized(observed, stage, limits, found, found.batch_job))
+            (
+                limits is not None
+                and (
+                    follow_admission(observed, stage, run, found, found.batch_job)
+                    or _is_resized(observed, stage, limits, found, found.batch_job)
+                )
+            )
             or _is_stalled(observed, result, stage, found, found.batch_job)
         ):
             stage.wait(found, found.batch_job)
-            if found.state is State.RUNNING and found.batch_job.takes_fewer:
+            if limits is not None and found.state is State.RUNNING and found.batch_job.takes_fewer:
                 result.set(gang_nodes=nodes)
     return False
 

@@ -100,6 +100,36 @@ def test_a_fork_begins_with_a_checkpoint_if_it_is_told_to() -> None:
         fork(ChangedCluster(objects.NEW), "new", None, [], "newest")
 
 
+def test_a_copy_of_a_fork_says_that_it_begins_with_the_same_checkpoint() -> None:
+    start = "running-0a1b2c3d/checkpoints/step-0000000050"
+    said = f"begins with the checkpoint {start} of its workspace"
+    failed = ChangedCluster(objects.FAILED)
+    failed.document["spec"]["training"] = {**failed.document["spec"].get("training", {}), "startFrom": start}
+    text, _ = fork(failed, "failed", None, [])
+    assert yaml.safe_load(text)["spec"]["training"]["startFrom"] == start
+    assert text.startswith(f"# From the FineTuneJob team/failed. It {said}.\n")
+    assert retry(failed, "failed", None).said == f"created with the spec of failed; it {said}"
+    text, _ = fork(failed, "failed", None, [parse_change("training.startFrom=")])
+    assert text.startswith("# From the FineTuneJob team/failed. It begins with the base model.\n")
+
+
+def test_a_fork_on_a_claim_that_goes_with_the_other_job_says_so() -> None:
+    running = ChangedCluster(objects.RUNNING)
+
+    def head(**workspace: Any) -> str:
+        running.document["spec"]["workspace"] = workspace
+        text = fork(running, "running", None, [], "newest")[0]
+        return text[: text.index("apiVersion")]
+
+    template = {"storage": "1Gi"}
+    assert "the claim running-workspace, which is deleted with running (spec.workspace.retain: Delete)" in head(
+        volumeClaimTemplate=template, retain="Delete"
+    )
+    assert "is deleted" not in head(volumeClaimTemplate=template, retain="Keep")
+    assert "is deleted" not in head(volumeClaimTemplate=template)
+    assert "is deleted" not in head(claimName="scratch", retain="Delete"), "a claim that the user has made stays"
+
+
 def test_the_profile_of_the_cluster_judges_too() -> None:
     text = ACCEPTED.replace("    dtype: bfloat16\n", "    dtype: bfloat16\n    allowRemoteCode: true\n")
     cluster = ChangedCluster(objects.NEW)

@@ -19,6 +19,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from finetune_cli.app import app
+from finetune_cli.commands.workspace import checkpoints_text, stored_run
 from finetune_job.plan.digest import canonical_json
 from tests.support.builders import a_job
 from tests.unit.finetune_cli.cluster.api_server import JOBS, PODS, ApiServer, served
@@ -306,12 +307,36 @@ def test_a_bundle_that_cannot_be_written_whole_leaves_nothing(run: Run, tmp_path
     assert not (tmp_path / "bundle.tar.gz").exists()
 
 
+@pytest.mark.parametrize("name", ["file/bundle.tar.gz", "n" * 300])
+def test_a_bundle_that_cannot_be_a_file_is_told(run: Run, tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    done = run(f"bundle failed -o {name}")
+    assert (done.exit_code, f"{name} cannot be written: " in done.output) == (2, True), done.output
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(("n", "file"))] == ["file"]
+
+
 def test_a_history_that_a_stranger_wrote_is_read_as_far_as_it_goes(run: Run, server: ApiServer) -> None:
     lines = ["[" * 100_000, '{"step": 1, "loss": 1' + "0" * 400 + "}", '{"step": 2, "loss": true}', '{"step": 3, "loss": 1.5}']
     (give_workspace(server, "succeeded") / "history.jsonl").write_text("\n".join(lines))
     done = run("status succeeded --curve")
     assert (done.exit_code, "curve:  ▁  1.5 to 1.5\n" in done.output) == (0, True), done.output
     assert "only the end of the curve" not in done.output
+
+
+def test_results_that_are_published_are_not_downloaded_from_the_workspace(run: Run, server: ApiServer) -> None:
+    plan = a_job().spec("output.destination", "oci://registry.example/team/tuned:v1").plan()
+    server.put(CONFIG_MAPS, {"metadata": {"name": "succeeded-plan"}, "data": {"plan.json": canonical_json(plan)}})
+    done = run("download succeeded results")
+    assert (done.exit_code, done.output) == (
+        2,
+        "team/succeeded: its results are published at oci://registry.example/team/tuned:v1; read them from there\n",
+    )
+
+
+@pytest.mark.parametrize("size", [10**400, -1, True, "4"])
+def test_a_size_that_no_directory_has_counts_as_none(size: object) -> None:
+    run = stored_run([{"file": "checkpoints/step-0000000010", "directory": True, "complete": True, "bytes": size}])
+    assert checkpoints_text(run).splitlines()[1].split()[:4] == ["10", "yes", "0.0", "MiB"]
 
 
 def test_a_curve_without_its_beginning_is_told(run: Run, server: ApiServer) -> None:

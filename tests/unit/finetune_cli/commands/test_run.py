@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from finetune_cli.answers import errors_told
 from finetune_cli.app import app
 from finetune_cli.commands import run as command
 from finetune_cli.commands.run import RunEnd, local_plan, run_document
@@ -21,7 +22,7 @@ from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.finding import Finding
 from finetune_job.plan.digest import learning_sha256
 from tests.unit.finetune_cli.local_jobs import PLAN, job, published
-from tests.unit.finetune_cli.manifests import REFUSED
+from tests.unit.finetune_cli.manifests import ACCEPTED, REFUSED
 
 ROOT = Path(__file__).parents[4]
 PROBLEM = Finding(rule="data-empty", severity="error", field="spec.data.source", value="", message="no record", fix="give one")
@@ -135,3 +136,29 @@ def test_a_refusal_is_data_on_standard_output_and_told_on_standard_error(tmp_pat
     assert (document["outcome"], document["job"]) == ("refused", None)
     assert "wrap-class-name-blank" in [finding["rule"] for finding in document["findings"]]
     assert "wrap-class-name-blank" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--claims", "file"], "file/.finetune/default.tuned: Not a directory;"),
+        (["--claims", ".", "--claim", "workspace=file"], "file: File exists;"),
+        (["--claims", ".", "--output-dir", "file"], "file: File exists;"),
+    ],
+)
+def test_a_place_that_cannot_be_written_to_is_told_and_no_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("models", "data"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "job.yaml").write_text(ACCEPTED)
+    done = CliRunner().invoke(app, ["run", "job.yaml", *options])
+    assert (done.exit_code, done.stdout) == (3, "")
+    assert done.stderr == f"{tmp_path}/{said} check the path, your rights and the room on the disk\n"
+
+
+def test_a_reader_that_has_gone_ends_a_command_without_a_word() -> None:
+    with pytest.raises(BrokenPipeError), errors_told():
+        raise BrokenPipeError(32, "Broken pipe")

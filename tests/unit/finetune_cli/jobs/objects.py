@@ -145,8 +145,8 @@ RUNNING = job(
         "conditions": stages(4, condition("Trained", "False", "Running"), condition("Ready", "True", "Running")),
         "attempts": [
             *_PREPARED,
-            attempt("train", 0, "Failed", "2026-03-01T10:06:00Z", "2026-03-01T10:30:00Z", **_NODE_LOST, nodes=2, ranks=16),
-            attempt("train", 1, "Running", "2026-03-01T10:31:00Z", nodes=1, ranks=8),
+            attempt("train", 0, "Failed", "2026-03-01T10:06:00Z", "2026-03-01T10:30:00Z", **_NODE_LOST, nodes=2, ranks=8),
+            attempt("train", 1, "Running", "2026-03-01T10:31:00Z", nodes=1, ranks=4),
         ],
         "restarts": {"uncounted": 1, "inARow": 1},
         "progress": {

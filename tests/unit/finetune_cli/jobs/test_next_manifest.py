@@ -51,6 +51,8 @@ def test_a_copy_keeps_spec_and_labels_and_nothing_of_the_run() -> None:
         },
     }
     assert JOB["spec"]["run"]["suspend"] is True, "the job that was read stays as it was"
+    ended = {**JOB, "spec": {**JOB["spec"], "run": {"cancel": True}}}
+    assert "run" not in copy_of(ended, "tune-2")["spec"]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,11 @@ def test_a_fork_has_its_changes_and_leaves_a_named_destination_alone() -> None:
     assert made["spec"]["output"] == {"destination": "pvc://results/here"}
     assert fork_of(JOB, "next", [parse_change("run.maxRestarts=")])["spec"]["run"] == {}
     assert fork_of(JOB, "next", [])["spec"]["output"] == {"destination": "pvc://results/next"}
+    # What else is changed of the output says nothing of the place.
+    made = fork_of(JOB, "next", [parse_change("output.sampleAnswers=0")])
+    assert made["spec"]["output"] == {"destination": "pvc://results/next", "sampleAnswers": 0}
+    removed = fork_of(JOB, "next", [FieldChange(field="spec.output", value={"destination": "s3://bucket/all"})])
+    assert removed["spec"]["output"] == {"destination": "s3://bucket/all"}
 
 
 @pytest.mark.parametrize(

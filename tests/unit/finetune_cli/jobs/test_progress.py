@@ -18,6 +18,7 @@ from finetune_cli.jobs.redact import redacted, redacted_text
 from finetune_cli.jobs.seen import seen_job, seen_pod
 from finetune_cli.jobs.usage import usage_of_jobs
 from finetune_cli.render.columns import bar, sparkline
+from finetune_cli.render.jobs import top_document, top_text
 from finetune_job.names import Role
 from tests.unit.finetune_cli.jobs import objects
 
@@ -82,11 +83,28 @@ def test_device_hours_are_counted_from_when_the_pods_had_nodes() -> None:
     for attempt in smaller["status"]["attempts"]:
         attempt["ranks"] = 2
     assert device_seconds(seen_job(smaller), objects.NOW) == 3600 * 2
+    # A number that somebody has written into the status.
+    for ranks, counted in ((-3, 1), (0, 1), (2**40, 8)):
+        for attempt in smaller["status"]["attempts"]:
+            attempt["ranks"] = ranks
+        assert device_seconds(seen_job(smaller), objects.NOW) == 3600 * counted
     jobs = [seen_job(each) for each in (objects.SUCCEEDED, objects.FAILED, objects.job("other", None, profile="cpu"))]
     (row,) = usage_of_jobs(jobs, lambda job: job.team, {"default": 2.0}, objects.NOW)
     assert (row.name, row.jobs, round(row.gpu_hours, 3), row.cost) == ("vision", 2, 9.867, pytest.approx(19.733, abs=1e-3))
     (row,) = usage_of_jobs(jobs, lambda job: job.team, {"default": None}, objects.NOW)
     assert row.cost is None
+
+
+def test_the_devices_of_what_trains_now_are_those_of_its_attempt() -> None:
+    """The gang has lost one of its two nodes of four ranks."""
+    job = seen_job(objects.RUNNING)
+    row = top_text([job], objects.NOW).splitlines()[1].split()
+    assert (row[3], row[5], row[6]) == ("4", "39800", "9950")
+    assert top_text([job], objects.NOW).splitlines()[-1] == "1 training, 4 devices; 0 other jobs"
+    assert top_document([job], objects.NOW)["jobs"][0]["devices"] == 4
+    unrecorded = copy.deepcopy(objects.RUNNING)
+    unrecorded["status"]["attempts"] = []
+    assert top_document([seen_job(unrecorded)], objects.NOW)["jobs"][0]["devices"] == 8
 
 
 def test_jobs_differ_in_their_settings_and_in_what_the_plan_chose() -> None:
@@ -120,6 +138,11 @@ def test_the_pods_of_a_log_are_those_of_one_stage_and_attempt() -> None:
     assert names(stage=Role.MERGE) == []
     assert [pod.name for pod in chosen_pods(seen_job(objects.SUCCEEDED), pods[:1], LogRequest())] == ["running-preflight-0-0"]
     assert [is_of_rank("[rank 1] x", rank) for rank in (None, 1, 11)] == [True, True, False]
+
+
+def test_a_stage_that_has_not_begun_has_nothing_to_say_yet() -> None:
+    for done, phase in ((1, "Fetching"), (3, "Training"), (5, "Merging")):
+        assert state(seen_job(objects.job("between", {"conditions": objects.stages(done)}))) == phase
 
 
 def test_states_say_what_holds_a_job_up() -> None:
@@ -158,7 +181,37 @@ def test_what_looks_like_a_token_is_taken_out_of_a_text(secret: str) -> None:
         assert "(redacted)" in found
 
 
-@pytest.mark.parametrize("part", ["a", "a-", "eyJ", "token", "a://"])
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("docker login -u me -p dckr_pat_abcdefghijklmnopqrst", "dckr_pat"),
+        ("//registry.example/:_auth npm_abcdefghijklmnopqrstuvwx", "npm_"),
+        ("git clone https://abcdefgh12345678@host/repository", "abcdefgh12345678"),
+        ("secret_key: 'a few words'", "few words"),
+        ('"password": "two words"', "two words"),
+        ("run --hf-token abcdefgh --steps 5", "abcdefgh"),
+        ("retried with Bearer abcdefgh.ijkl", "abcdefgh"),
+        ("DefaultEndpointsProtocol=https;AccountKey=abcd1234==;x", "abcd1234"),
+    ],
+)
+def test_other_forms_of_secrets_are_taken_out_too(text: str, secret: str) -> None:
+    found = redacted_text(text)
+    assert secret not in found
+    assert "(redacted)" in found
+
+
+def test_the_value_of_a_key_that_names_a_secret_is_taken_out_of_an_object() -> None:
+    given = {"annotations": {"team.example/api-token": "few words", "a": "b"}, "password": "hunter2", "token": ""}
+    kept = {"secretRef": {"name": "hub"}, "signingKeySecret": "keys", "maxTokens": "5", "tokenizer": "mine"}
+    assert redacted({**given, **kept}) == {
+        "annotations": {"team.example/api-token": "(redacted)", "a": "b"},
+        "password": "(redacted)",
+        "token": "",
+        **kept,
+    }
+
+
+@pytest.mark.parametrize("part", ["a", "a-", "eyJ", "token", "a://", "--token ", "token='", "bearer "])
 def test_a_long_line_of_a_stranger_holds_nothing_up(part: str) -> None:
     begun = time.process_time()
     redacted_text(part * (20_000 // len(part)))
@@ -178,7 +231,15 @@ def test_times_are_in_utc() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[rank 0] loss 1.25 at step 60", "8192 tokens per second", "pvc://data/train.jsonl", "monkey: banana"]
+    "text",
+    [
+        "[rank 0] loss 1.25 at step 60",
+        "8192 tokens per second",
+        "--max-tokens 4096",
+        "the bearer of it",
+        "pvc://data/train.jsonl",
+        "monkey: banana",
+    ],
 )
 def test_what_is_no_token_stays(text: str) -> None:
     assert redacted_text(text) == text

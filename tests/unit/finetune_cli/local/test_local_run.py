@@ -6,16 +6,24 @@ import http.server
 import json
 import threading
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
+from rich.console import Console
 
 from finetune_cli.commands.run import local_plan
 from finetune_cli.exit_codes import ExitCode
+from finetune_cli.local import local_run
 from finetune_cli.local.claims import claims_of
-from finetune_cli.local.local_run import next_step, roles_of
+from finetune_cli.local.launch import Interruption
+from finetune_cli.local.local_run import LocalRun, next_step, roles_of
 from finetune_cli.local.rank_zero import OBSERVE_FILE, read_progress
-from finetune_cli.local.run_directory import RunRecord
+from finetune_cli.local.run_directory import RunDirectory, RunRecord, read_record
+from finetune_cli.render.run import LiveView
 from finetune_job.api.job import parse_job
+from finetune_job.api.status import Restarts
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.names import Role
 from finetune_job.progress import Progress
@@ -69,6 +77,72 @@ def test_what_follows_an_end():
     assert stopped.record == record
 
 
+def test_a_new_checkpoint_between_two_failures_is_progress_as_on_a_cluster() -> None:
+    record = RunRecord(plan_sha256="x")
+
+    def failed(checkpoint_step: int | None) -> int | None:
+        """Restarts in a row afterwards; None: given up."""
+        nonlocal record
+        step = next_step(
+            record, report(FailureClass.DEVICE_FAULT), Role.TRAIN, 0, interrupted=False, now=NOW, checkpoint_step=checkpoint_step
+        )
+        record = step.record
+        return None if step.exit_code is not None else record.restarts[Role.TRAIN].in_a_row
+
+    assert [failed(None) for _ in range(3)] == [1, 2, 3]
+    assert [failed(10) for _ in range(6)] == [1, 2, 3, 4, 5, None]
+    assert failed(12) == 1
+    assert record.restarts[Role.TRAIN].uncounted == 9
+
+
+@pytest.mark.parametrize(
+    ("told", "ends"),
+    [([None] * 9, ExitCode.FAILED), ([10] * 9, ExitCode.FAILED), ([10, 20, 30, 40, 50, 60, 70, 80, 90], ExitCode.DONE)],
+)
+def test_the_checkpoints_that_training_tells_of_are_its_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[int | None], ends: ExitCode
+) -> None:
+    """Each attempt tells of a checkpoint and ends with a fault of its device; the tenth succeeds."""
+    steps = iter(told)
+
+    place, attempts = RunDirectory(tmp_path), list[int]()
+
+    def launched(*arguments: Any) -> TerminationReport:
+        attempts.append(arguments[1].attempt)
+        kept = read_record(place.record)
+        # Before anything runs under a number it is used up, whoever is killed then.
+        assert kept is not None
+        assert kept.next_attempt == {Role.TRAIN: attempts[-1] + 1}
+        step = next(steps, "done")
+        if step == "done":
+            return report(None, Outcome.SUCCEEDED)
+        progress = Progress(attempt=0, step=90, total_steps=100, checkpoint_step=step)
+        monkeypatch.setattr(local_run, "read_progress", lambda *_: progress)
+        arguments[-1]()
+        return report(FailureClass.DEVICE_FAULT)
+
+    monkeypatch.setattr(local_run, "launch", launched)
+    interruption = Interruption()
+    monkeypatch.setattr(interruption, "pause", lambda _: None)
+    run = LocalRun(place, PLAN, RunRecord(plan_sha256="x"), 0, LiveView(Console(quiet=True), "tune"))
+    assert run.execute(0, interruption, [Role.TRAIN]) is ends
+    assert attempts == list(range(len(attempts)))
+    kept = read_record(place.record)
+    assert kept is not None
+    assert kept.seconds[Role.TRAIN] > 0
+
+
+def test_a_command_that_is_given_again_tries_again_what_was_given_up(tmp_path: Path) -> None:
+    given_up = Restarts(counted=2, uncounted=7, in_a_row=7, in_a_row_since="2025-12-01T00:00:00Z", at_checkpoint=40)
+    record = RunRecord(plan_sha256="x", restarts={Role.FETCH: given_up, Role.TRAIN: given_up})
+    unavailable = report(FailureClass.SOURCE_UNAVAILABLE)
+    assert next_step(record, unavailable, Role.FETCH, 3, interrupted=False, now=NOW).exit_code is ExitCode.FAILED
+    run = LocalRun(RunDirectory(tmp_path), PLAN, record, 0, LiveView(Console(quiet=True), "tune"))
+    again = next_step(run.record, unavailable, Role.FETCH, 3, interrupted=False, now=NOW)
+    assert (again.exit_code, again.record.restarts[Role.FETCH].in_a_row_since) == (None, "2026-01-01T00:00:00Z")
+    assert run.record.restarts[Role.TRAIN] == Restarts(counted=2, uncounted=7, at_checkpoint=40)
+
+
 def test_progress_is_asked_of_rank_0(tmp_path):
     answer = Progress(attempt=1, step=3, total_steps=10, loss=2.5)
 
@@ -89,5 +163,6 @@ def test_progress_is_asked_of_rank_0(tmp_path):
         assert read_progress(tmp_path, 2) is None
         server.shutdown()
     assert read_progress(tmp_path, 1) is None
-    (tmp_path / OBSERVE_FILE).write_text("[]")
-    assert read_progress(tmp_path, 1) is None
+    for damaged in ("[]", "{", "[" * 100_000, '{"attempt": 1, "port": []}', '{"attempt": 1, "port": 99999999999999999999}'):
+        (tmp_path / OBSERVE_FILE).write_text(damaged)
+        assert read_progress(tmp_path, 1) is None

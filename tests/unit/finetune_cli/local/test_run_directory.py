@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
 import threading
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +77,37 @@ def test_fresh_removes_nothing_without_a_record(tmp_path):
     assert (tmp_path / "out" / "tuned" / "merged").exists()
 
 
+def test_fresh_does_not_guess_where_the_results_of_a_damaged_plan_are(tmp_path: Path) -> None:
+    place = run_directory_of(tmp_path, PLAN.job)
+    place.claims.mkdir(parents=True)
+    write_record(place.record, freeze(place, PLAN))
+    place.plan.write_text(place.plan.read_text()[:300])
+    with pytest.raises(LocalError, match=r"plan.json: cannot be read, .* not known; remove them and .*or run without --fresh"):
+        start_fresh(place)
+    other = PLAN.model_copy(update={"training": PLAN.training.model_copy(update={"max_steps": 99})})
+    with pytest.raises(LocalError, match=r"changed since its last run \(its settings\)"):
+        freeze(place, other)
+    assert freeze(place, PLAN) == read_record(place.record), "without --fresh it is written again"
+    start_fresh(place)
+    assert not place.record.exists()
+
+
+def test_a_plan_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = run_directory_of(tmp_path, PLAN.job)
+    place.root.mkdir(parents=True)
+    write_record(place.record, freeze(place, PLAN))
+    text, written = place.plan.read_text(), Path.write_text
+
+    def full(path: Path, content: str) -> None:
+        written(path, content[:300])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        freeze(place, PLAN)
+    assert place.plan.read_text() == text
+
+
 def test_one_command_at_a_time(tmp_path):
     place = run_directory_of(tmp_path, PLAN.job)
     with locked(place):
@@ -85,7 +118,8 @@ def test_one_command_at_a_time(tmp_path):
     for words in (f"process {os.getpid()}", "(train)", "since 20", "`finetune stop`"):
         assert words in str(refused.value)
     with locked(place):
-        pass
+        assert holder_of(place).pid == os.getpid(), "the lock names the command that has it now"
+    assert holder_of(place) is None
 
 
 def test_a_damaged_record_is_none(tmp_path):

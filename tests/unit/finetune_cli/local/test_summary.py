@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+from finetune_cli.commands.audit import first_other_step
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.local.run_directory import RunRecord
-from finetune_cli.local.summary import Losses, losses, summarise
+from finetune_cli.local.summary import Losses, losses, read_history, summarise
 from finetune_cli.render.run import summary_text
 from finetune_job.names import Role
 from tests.unit.finetune_cli.local_jobs import PLAN
@@ -18,6 +20,22 @@ def test_losses_come_from_the_held_out_records_or_the_history():
     assert losses({}, history) == Losses(7.0, 5.0, held_out=False)
     assert losses({}, [*history, {"step": 3, "eval_loss": 4.5}]) == Losses(7.0, 4.5, held_out=True)
     assert losses({}, []) is None
+
+
+def test_a_history_that_a_stranger_has_changed_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    lines = [
+        "[" * 100_000,
+        '{"step": 1, "loss": 1' + "0" * 400 + "}",
+        '{"step": [2], "loss": {}}',
+        '{"step": 3, "loss": 1.5}',
+        "3",
+    ]
+    (tmp_path / "history.jsonl").write_text("\n".join(lines))
+    history = read_history(tmp_path / "history.jsonl")
+    assert [line["step"] for line in history] == [1, [2], 3]
+    assert losses({}, history) == Losses(1.5, 1.5, held_out=False)
+    assert first_other_step(history, history) is None
+    assert first_other_step(history, [{"step": {}}, history[0]]) == 3
 
 
 def test_the_summary_tells_where_everything_is(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from finetune_job.api.status import Attempt, FineTuneJobStatus, ProgressStatus
 from finetune_job.conditions import with_condition
 from finetune_job.failures import FailureClass
@@ -12,12 +14,16 @@ from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.account import (
     GONE,
+    SECONDS_BOUNDS,
+    DurationCounts,
+    Ended,
     JobAccount,
     JobLabels,
     UsageTotals,
     closed_account,
     confirmed_by,
     is_news,
+    restart_key,
     with_checkpoint,
     with_decision,
     with_pods,
@@ -59,9 +65,14 @@ def test_seconds_are_told_apart_and_added_once() -> None:
     # Nothing of the pods of other roles, and of those that have no node.
     others = [pod(10, 40, 100, role=Role.MERGE), replace(pod(10), scheduled=None)]
     assert counted(others, 200) == account()
+    # A pod that has not started waits, and nothing else may have happened since.
+    assert counted([pod(10)], 60).gpu_seconds == {"waiting": 400}
+    assert with_pods(account().model_copy(update={"at": START + 50}), [pod(10, 40)], 1, START + 60).gpu_seconds == {"lost": 80}
     # What an earlier attempt still holds is lost.
     assert counted([pod(10, 40)], 60, attempt=1).gpu_seconds == {"waiting": 240, "lost": 160}
-    assert counted([pod(10, 40)], 60).model_copy(update={"gpus": 0}).gpus == 0
+    # A job without GPUs has nothing to count, and so nothing to write.
+    without = account().model_copy(update={"gpus": 0})
+    assert with_pods(without, [pod(10, 40)], 0, START + 60) is without
 
 
 def test_a_pod_that_went_without_a_word_held_its_gpus_until_it_was_due() -> None:
@@ -108,6 +119,52 @@ def test_a_restart_counts_once_the_status_tells_of_it_or_the_job_is_gone() -> No
     assert following.pending == {"train/1": "Stalled|true"}
 
 
+@pytest.mark.parametrize("number", [-(2**62), -1, 0, 999_999_999, 10**9, 2**63 - 2])
+@pytest.mark.parametrize("field", ["attempt", "publish_attempt"])
+def test_an_account_can_be_read_again_whatever_number_somebody_wrote_into_the_status(number: int, field: str) -> None:
+    """What is on record is one object: an account in it that cannot be read would take those of all jobs with it."""
+    role = Role.TRAIN if field == "attempt" else Role.PUBLISH
+    failed = Attempt(role=role, number=number, outcome="Failed", failure=FailureClass.NODE_LOST)
+    before = FineTuneJobStatus(**{field: number})
+    after_it = before.model_copy(update={field: number + 1, "attempts": [failed]})
+    pending = with_decision(account(), before, after_it, T0)
+    assert pending.pending == {f"{role}/{number}": "NodeLost|false"}
+    assert JobAccount.model_validate_json(pending.model_dump_json()) == pending
+    # It counts once the status says so.
+    assert UsageTotals().plus(pending, confirmed_by(before)).restarts == {}
+    assert UsageTotals().plus(pending, confirmed_by(after_it)).restarts == {"NodeLost|false": 1}
+
+
+def test_a_restart_that_is_told_leaves_that_of_another_role_pending() -> None:
+    found = account(pending={"train/0": "NodeLost|false", "publish/0": "Internal|true"})
+    told = FineTuneJobStatus(attempt=1)
+    assert with_decision(found, told, told, None).restarts == {"NodeLost|false": 1}
+    following = with_decision(found, told, told.model_copy(update={"publish_attempt": 1}), None)
+    assert UsageTotals().plus(found, confirmed_by(told)).restarts == {"NodeLost|false": 1}
+    assert (following.restarts, following.pending) == ({"NodeLost|false": 1}, {})
+    assert restart_key(Attempt(number=0, outcome="Failed")) == "Unknown|false"
+
+
+def test_a_result_is_news_once_and_once_more_when_nothing_of_the_job_runs() -> None:
+    before = observing(a_job()).training().status
+
+    def with_(status: FineTuneJobStatus, kind: ConditionType) -> FineTuneJobStatus:
+        conditions = with_condition(status.conditions, kind, True, Reason.COMPLETED, "", generation=1, now="")
+        return status.model_copy(update={"conditions": conditions})
+
+    succeeded = with_(before, ConditionType.SUCCEEDED)
+    finished = with_(succeeded, ConditionType.FINISHED)
+    assert [is_news(*each) for each in ((before, succeeded), (succeeded, succeeded), (succeeded, finished))] == [
+        True,
+        False,
+        True,
+    ]
+    ended = Ended(result="Succeeded", reason="Completed", seconds={"queue": 40.0})
+    totals = UsageTotals().plus(account(ended=ended), confirmed_by(succeeded))
+    assert (totals.ended, totals.durations) == ({"Succeeded|Completed": 1}, {"queue": DurationCounts().plus(40.0)})
+    assert UsageTotals().plus(account(ended=ended), confirmed_by(before)).durations == {}
+
+
 def test_what_sigterm_suspension_and_success_end_is_kept_and_no_restart() -> None:
     before = observing(a_job()).training().status
     for outcome, failure in (
@@ -120,6 +177,22 @@ def test_what_sigterm_suspension_and_success_end_is_kept_and_no_restart() -> Non
         found = decided(before, before.model_copy(update={"attempts": [closed], "attempt": 1}))
         assert found.gpu_seconds == {"productive": 80.0}
         assert len(found.pending) == (failure is not None)
+
+
+def test_what_is_trained_stays_open_until_its_attempt_or_the_job_ends() -> None:
+    before = observing(a_job()).training().status
+    other = before.model_copy(update={"merge_attempt": 1, "attempts": [*before.attempts, Attempt(role=Role.MERGE, number=0)]})
+    opened = before.model_copy(update={"attempts": [Attempt(number=0, start_time=timestamp(T0))]})
+    unopened = before.model_copy(update={"attempts": []})
+    for was, told in ((before, other), (before, before), (unopened, opened)):
+        found = decided(was, told)
+        assert (found.open_seconds, found.gpu_seconds, found.pending) == (80.0, {}, {})
+    # Its attempt has ended before, and its pods ran on until the job was cancelled.
+    failed = before.attempts[0].model_copy(update={"outcome": "Failed", "failure": FailureClass.COLLECTIVE})
+    stopped = before.model_copy(update={"attempts": [failed]})
+    conditions = with_condition(stopped.conditions, ConditionType.SUCCEEDED, False, Reason.CANCELLED, "", generation=1, now="")
+    found = decided(stopped, stopped.model_copy(update={"conditions": conditions}))
+    assert (found.open_seconds, found.gpu_seconds) == (0.0, {"lost": 80.0})
 
 
 def test_the_user_retry_of_a_stopped_role_is_no_restart() -> None:
@@ -192,3 +265,13 @@ def test_phases_are_those_whose_ends_the_status_tells() -> None:
     assert {phase: seconds for phase, seconds in phase_seconds(silent, T0).items() if phase in ("startup", "pull")} == {
         "startup": 60
     }
+
+
+def test_durations_are_counted_up_to_a_bound_and_above_the_last() -> None:
+    """By position: what is on record would be told under other bounds if they changed."""
+    assert SECONDS_BOUNDS == (1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_400, 28_800, 86_400, 259_200)
+    found = DurationCounts()
+    for seconds in (0.0, 1.0, 1.5, 5.0, 259_200.0, 259_201.0, 1e9):
+        found = found.plus(seconds)
+    assert found.counts == (2, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2)
+    assert found.total == 0.0 + 1.0 + 1.5 + 5.0 + 259_200.0 + 259_201.0 + 1e9

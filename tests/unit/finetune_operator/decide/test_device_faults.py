@@ -77,6 +77,9 @@ def test_only_nodes_of_a_gang_that_fails_are_looked_at_and_only_for_a_profile_th
     assert nodes_in_question(running.succeeded().build()) == ()
     assert nodes_in_question(running.prepared().nothing_left().build()) == ()
     assert nodes_in_question(failing().condition(ConditionType.TRAINED, True, Reason.COMPLETED).build()) == ()
+    lost = failing().but(batch_jobs=())
+    assert nodes_in_question(lost.build()) == ()
+    assert nodes_in_question(failing().condition(ConditionType.SUCCEEDED, False, Reason.CANCELLED).build()) == ()
     crowd = failing()
     for rank in range(2, 100):
         crowd = crowd.pod(rank, node=f"node-{rank:03d}")

@@ -47,7 +47,7 @@ def waiting(seen: ObservedBuilder, placed: int, seconds: float) -> ObservedBuild
 
 @pytest.mark.parametrize(
     ("placed", "seconds", "nodes"),
-    [(3, 121, 3), (2, 121, 2), (3, 119, None), (1, 9_999, None), (0, 9_999, None)],
+    [(3, 120, 3), (2, 121, 2), (3, 119, None), (1, 9_999, None), (0, 9_999, None)],
 )
 def test_a_gang_starts_on_the_nodes_that_came_in_time_if_they_are_enough(placed: int, seconds: float, nodes: int | None) -> None:
     actions = reconcile(waiting(observing(elastic()), placed, seconds).build(), T0)
@@ -62,6 +62,11 @@ def test_a_gang_starts_on_the_nodes_that_came_in_time_if_they_are_enough(placed:
     assert record.message == f"{nodes} of 4 pods had a node within 120 s."
     assert (deleted(actions), created(actions)) == (["Job/tune-train-0"], [])
     assert (status.phase, condition(actions, ConditionType.TRAINED)) == ("Restarting", ("Unknown", Reason.RESIZING))
+
+
+def test_a_pod_that_is_being_deleted_has_not_come() -> None:
+    seen = waiting(observing(elastic()), 3, 500).pod(0, deletion_requested=after(-5), deletion_due=after(25))
+    assert written(reconcile(seen.build(), T0)).gang_nodes == 2
 
 
 def test_a_gang_that_waits_is_looked_at_again_when_its_wait_is_over() -> None:
@@ -149,6 +154,7 @@ def test_a_smaller_gang_asks_for_all_nodes_once_it_has_saved() -> None:
     assert status.restarts.uncounted == 0
 
 
+FAILED = Attempt(number=0, outcome="Failed", failure=FailureClass.NODE_LOST, running_time=timestamp(after(-5000)), nodes=3)
 GROWN = Attempt(number=0, outcome="Resized", running_time=timestamp(after(-5000)), nodes=2)
 
 
@@ -164,6 +170,9 @@ GROWN = Attempt(number=0, outcome="Resized", running_time=timestamp(after(-5000)
         ("it is nearly done", growing(told=TOLD.model_copy(update={"seconds_left": 500.0})), T0),
         ("all nodes could not be had before", growing(attempts=(NEVER_RAN, SMALL)), T0),
         ("it has all nodes", growing(nodes=4), T0),
+        ("nothing is recorded", growing(attempts=()), T0),
+        ("status has no progress", growing().with_status(progress=None), T0),
+        ("when it began cannot be read", growing(attempts=(SMALL.model_copy(update={"running_time": "soon"}),)), T0),
         ("its attempt is not recorded yet", growing(attempts=(SMALL.model_copy(update={"number": 0}),)), T0),
         ("a queue gave it what it has", growing(elastic(pods={"train": {"queueName": "gpus"}})), T0),
     ],
@@ -171,6 +180,22 @@ GROWN = Attempt(number=0, outcome="Resized", running_time=timestamp(after(-5000)
 def test_a_gang_does_not_ask_for_more_if(why: str, seen: ObservedBuilder, now: datetime) -> None:
     actions = reconcile(seen.build(), now)
     assert deleted(actions) == [], why
+
+
+@pytest.mark.parametrize(
+    ("why", "seen"),
+    [
+        ("it does not know when it will be done", growing(told=TOLD.model_copy(update={"seconds_left": None}))),
+        ("it will be done after just as long", growing(told=TOLD.model_copy(update={"seconds_left": 600.0}))),
+        (
+            "when its pods ran is not known, and it began long ago",
+            growing(attempts=(SMALL.model_copy(update={"running_time": ""}),)),
+        ),
+        ("an attempt has failed since nodes could not be had", growing(attempts=(NEVER_RAN, FAILED, SMALL))),
+    ],
+)
+def test_a_gang_asks_for_more_although(why: str, seen: ObservedBuilder) -> None:
+    assert deleted(reconcile(seen.build(), T0)) == ["Job/tune-train-1"], why
 
 
 @pytest.mark.parametrize(("tries", "seconds"), [(1, 1200), (2, 2400), (3, 4800), (5, 4800)])

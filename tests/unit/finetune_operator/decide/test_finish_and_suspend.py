@@ -169,6 +169,15 @@ def test_suspension_closes_the_attempt_passes_the_number_on_and_deletes_the_job(
     assert deleted(actions) == ["Job/tune-train-0"]
 
 
+def test_a_job_that_is_suspended_says_so_and_that_its_checkpoint_is_kept() -> None:
+    actions = reconcile(observing(a_job().run(suspend=True)).training().build(), T0)
+    said = "spec.run.suspend is true; the checkpoint is kept."
+    assert condition(actions, ConditionType.TRAINED) == ("Unknown", Reason.SUSPENDED_BY_USER)
+    assert message(actions, ConditionType.TRAINED) == said
+    assert condition(actions, ConditionType.READY) == ("False", Reason.SUSPENDED_BY_USER)
+    assert [(one.type, one.message) for one in actions.events] == [("Normal", f"Attempt 0 of train is stopped; {said}")]
+
+
 def test_a_suspended_job_goes_on_with_a_new_attempt_once_the_old_one_is_gone() -> None:
     seen = observing(a_job().run(suspend=True)).training()
     suspended = written(reconcile(seen.build(), T0))

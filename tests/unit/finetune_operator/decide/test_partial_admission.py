@@ -131,6 +131,19 @@ def test_whatever_stands_in_the_job_the_gang_keeps_within_its_bounds(parallelism
     assert config_map(reconcile(seen.build(), T0))["data"] == {"attempt-0": str(nodes)}
 
 
+def test_a_job_whose_size_cannot_be_read_has_the_size_that_was_asked_for() -> None:
+    seen = observing(queued()).prepared().but(service_exists=True).with_status(gang_nodes=3)
+    assert config_map(reconcile(seen.batch_job(parallelism=None, takes_fewer=True).build(), T0))["data"] == {"attempt-0": "3"}
+
+
+@pytest.mark.parametrize("known", [None, told(1), told(0, attempt=-1)])
+def test_a_gang_of_fixed_size_follows_no_annotation_that_somebody_has_written(known: GangNodesView | None) -> None:
+    fixed = observing(a_job().nodes(4).run(queueName="gpus")).training().but(gang_nodes=known)
+    actions = reconcile(fixed.batch_job(parallelism=2, takes_fewer=True).build(), T0)
+    assert (created(actions), deleted(actions)) == ([], [])
+    assert actions.status is None or (actions.status.attempt, actions.status.gang_nodes) == (0, None)
+
+
 def test_a_refusal_of_the_number_is_said_and_not_asked_for_at_once_again() -> None:
     refusal = RefusedWrite("ConfigMap", "tune-nodes", 403, "exceeded quota: objects", T0, 1, after(30))
     actions = reconcile(admitted(3).but(refused_write=refusal).build(), T0)
@@ -148,6 +161,7 @@ def test_a_part_does_not_start_while_a_pod_of_before_can_run(overdue: float, end
     assert created(actions) == []
     if not ends:
         assert (deleted(actions), message(actions, ConditionType.TRAINED)) == ([], said)
+        assert condition(actions, ConditionType.READY) == ("False", Reason.WAITING_FOR_PODS)
         assert actions.requeue_after_seconds == 30 - overdue
         return
     status = written(actions)
@@ -176,6 +190,11 @@ def test_that_one_pod_waits_for_its_number_hides_no_trouble_of_another() -> None
     seen = admitted(2, told(2))
     for rank, said in enumerate(('configmap "tune-nodes" not found', 'secret "mine" not found')):
         seen = seen.pod(rank, waiting_reason="CreateContainerConfigError", waiting_message=said)
+    assert condition(reconcile(seen.build(), T0), ConditionType.READY) == ("False", Reason.MOUNT_FAILED)
+
+
+def test_a_volume_that_cannot_be_mounted_is_told_if_no_pod_waits_for_its_number() -> None:
+    seen = admitted(2, told(2)).pod(0, waiting_reason="ContainerCreating", events=("FailedMount: no such claim",))
     assert condition(reconcile(seen.build(), T0), ConditionType.READY) == ("False", Reason.MOUNT_FAILED)
 
 
@@ -266,3 +285,8 @@ def test_a_try_after_which_the_queue_gave_no_more_doubles_the_wait() -> None:
     before = Attempt(number=-1, outcome="Resized", running_time=timestamp(after(-5000)), nodes=2, ranks=4)
     assert deleted(reconcile(growing(0, attempts=(before,)).build(), after(1200 - 650 - 1))) == []
     assert deleted(reconcile(growing(0, attempts=(before,)).build(), after(1200 - 650))) == ["Job/tune-train-0"]
+
+
+def test_a_try_after_which_the_queue_gave_more_doubles_nothing() -> None:
+    before = Attempt(number=-1, outcome="Resized", running_time=timestamp(after(-5000)), nodes=1, ranks=2)
+    assert deleted(reconcile(growing(0, attempts=(before,)).build(), T0)) == ["Job/tune-train-0"]

@@ -239,3 +239,24 @@ def test_a_job_of_a_later_attempt_than_status_knows_stops_everything() -> None:
     actions = reconcile(observing(a_job()).prepared().batch_job(attempt=4).build(), T0)
     assert condition(actions, ConditionType.STALLED) == ("True", Reason.CONFLICT)
     assert created(actions) == []
+
+
+def test_a_gang_whose_failure_is_not_explained_yet_is_not_ready() -> None:
+    """One rank has seen nothing but a failed collective: the cause exits later."""
+    seen = observing(a_job().nodes(2)).training().failed_pod(0, FailureClass.COLLECTIVE)
+    actions = reconcile(seen.build(), T0)
+    assert deleted(actions) == []
+    assert condition(actions, ConditionType.READY) == ("False", Reason.RUNNING)
+    assert message(actions, ConditionType.TRAINED) == "Attempt 0 fails; waiting for the cause."
+
+
+def test_a_gang_that_is_restarted_is_not_ready_and_says_why() -> None:
+    seen = (
+        observing(a_job().run(maxRestarts=1))
+        .training()
+        .failed_pod(0, FailureClass.INTERNAL, message="it broke")
+        .batch_job_failed()
+    )
+    actions = reconcile(seen.build(), T0)
+    assert condition(actions, ConditionType.READY) == ("False", Reason.RESTARTING)
+    assert message(actions, ConditionType.READY).startswith("Internal: pod tune-train-0-0: it broke")
