@@ -44,7 +44,10 @@ from finetune_operator.decide.stage import attempt_of, is_terminal
 from finetune_operator.logs import logger
 
 _log = logger(__name__)
-KEY = "accounts.json.z"
+KEY, UNREADABLE = "accounts.json.z", "unreadable.json.z"
+"""Of the content, and of one that could not be read, which is kept for people."""
+MOST_KEPT_CHARACTERS = 400_000
+"""Of what cannot be read, so that there is room for what is counted: an object has a mebibyte."""
 PERIOD_SECONDS = 15.0
 """How often the GPU seconds of running jobs are written."""
 JOBS_AT_ONCE = 200
@@ -97,12 +100,22 @@ def read_ledger(found: Document) -> Ledger:
         raise ValueError(str(error)) from error
 
 
-def _ledger_of(found: Document) -> Ledger:
+def _ledger_of(found: Document) -> Ledger | None:
+    """None: it cannot be read."""
     try:
         return read_ledger(found)
     except ValueError as error:
-        _log.error("usage is counted from zero: what was on record cannot be read", error=str(error)[:300])
-        return Ledger()
+        _log.error(
+            "usage is counted from zero: what was on record cannot be read", error=str(error)[:300], kept_under_key=UNREADABLE
+        )
+        return None
+
+
+def _content(found: Document | None, key: str) -> str | None:
+    """Of an object that anybody may have edited."""
+    data = (found or {}).get("binaryData")
+    content = data.get(key) if isinstance(data, dict) else None
+    return content if isinstance(content, str) and 0 < len(content) <= MOST_KEPT_CHARACTERS else None
 
 
 class Accounts:
@@ -116,6 +129,8 @@ class Accounts:
         self._now = now
         self._object: Document | None = None
         """As the server has it."""
+        self._unreadable: str | None = None
+        """What was on record once and cannot be read."""
         self._recorded: Ledger | None = None
         """What is on record for certain."""
         self._is_current = False
@@ -241,7 +256,9 @@ class Accounts:
         except ApiError as error:
             self._give_up_if_refused(error)
             return False
-        recorded = Ledger() if found is None else _ledger_of(found)
+        read = Ledger() if found is None else _ledger_of(found)
+        recorded = Ledger() if read is None else read
+        self._unreadable = _content(found, UNREADABLE if read is not None else KEY)
         self._object, self._is_current = found, True
         attempt, self._attempt = self._attempt, None
         if attempt is not None and attempt.ledger == recorded:
@@ -305,6 +322,8 @@ class Accounts:
     async def _write(self, ledger: Ledger) -> Document:
         content = ledger.model_dump_json(exclude_defaults=True).encode()
         data = {KEY: base64.b64encode(zlib.compress(content)).decode()}
+        if self._unreadable is not None:
+            data[UNREADABLE] = self._unreadable
         if self._object is not None:
             return await self._api.replace(CONFIG_MAPS, self._namespace, self._name, {**self._object, "binaryData": data})
         metadata = {"name": self._name, "namespace": self._namespace, "labels": {"finetune.dev/accounts": "true"}}

@@ -15,7 +15,7 @@ import pytest
 from finetune_job.api.status import FineTuneJobStatus
 from finetune_job.conditions import initial_conditions, with_condition
 from finetune_job.reasons import ConditionType, Reason
-from finetune_operator.cluster.accounts import KEY, Accounts, Ledger, _ledger_of
+from finetune_operator.cluster.accounts import KEY, UNREADABLE, Accounts, _ledger_of
 from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
 from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, PROFILES
@@ -275,4 +275,22 @@ def test_teams_that_a_user_invents_do_not_add_up_for_ever() -> None:
 
 def test_content_that_unpacks_to_too_much_is_not_read() -> None:
     packed = base64.b64encode(zlib.compress(b" " * (65 << 20) + b"{}")).decode()
-    assert _ledger_of({"binaryData": {KEY: packed}}) == Ledger()
+    assert _ledger_of({"binaryData": {KEY: packed}}) is None
+
+
+@pytest.mark.parametrize(("length", "is_kept"), [(400_000, True), (400_004, False)])
+def test_what_cannot_be_read_is_kept_for_people(length: int, is_kept: bool) -> None:
+    """Also by the next writes, and by the next life of the operator."""
+    lost = "A" * length
+
+    async def scenario(scene: Scene) -> None:
+        stored = {"metadata": {"name": "tuning-accounts", "namespace": "system"}, "binaryData": {KEY: lost}}
+        scene.api.put(CONFIG_MAPS, stored)
+        for until in (60, 120):
+            await scene.count_until(until)
+            data = scene.api.objects["ConfigMap", "system", "tuning-accounts"]["binaryData"]
+            assert data.get(UNREADABLE) == (lost if is_kept else None)
+            assert data[KEY] != lost
+            scene.accounts = scene.another_life()
+
+    run(scenario)
