@@ -39,7 +39,7 @@ def not_writable(field: str, location: ClaimPath, claims_root: Path) -> Finding 
             field=field,
             value=address,
             message=f"user {os.getuid()}, group {os.getgid()} cannot write to {directory} ({error.strerror})",
-            fix="give the profile an fsGroup that owns the volume, or name a claim that is not read-only",
+            fix="let that user or group write there (on a cluster: the profile's fsGroup), or name a claim that is not read-only",
         )
     return None
 
