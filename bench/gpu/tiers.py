@@ -18,6 +18,7 @@ import triton
 
 from bench.gpu import __main__ as speed
 from bench.gpu.calibration import calibration_rows
+from bench.gpu.faults import Hungry, Silent, WithoutCompiler
 from bench.gpu.kernels import kernel_rows
 from bench.memory import __main__ as memory
 from bench.merge.model import write_adapter, write_base
@@ -26,13 +27,13 @@ from finetune_job.failures import FailureClass, TerminationReport
 from finetune_job.names import Role
 from finetune_trainer.context import RunContext
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
-from finetune_trainer.model import compilation
-from finetune_trainer.ranks.reports import rank_report_name
+from finetune_trainer.ranks.reports import rank_report_name, read_rank_reports, root_cause
+from finetune_trainer.ranks.stalls import flight_recorder_name
 from finetune_trainer.verify.gate import GATES, gate_failures
 from finetune_trainer.verify.logits import Reference, compare_logits
 from finetune_trainer.verify.prompts import default_prompts
 from finetune_trainer.verify.skeleton import HOST
-from tests.support.forked_ranks import Disturbance, Fault, run_gang, trained_files, wrap
+from tests.support.forked_ranks import Disturbance, Fault, run_gang, trained_files
 from tests.support.memory_cases import CASES, measured_peak, predicted_peak
 from tests.support.tiny_model import GPU_PROFILE, run_context, tiny_spec
 
@@ -42,6 +43,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 STEPS, KILLED_IN = 4, 3
 POD_SECONDS = 300.0
+STEP_TIMEOUT = 10
 LAUNCHER_SCRIPT = Path(__file__).parents[2] / "trainer_image" / "layers" / "build-launcher.sh"
 SAME_LOSS = 2e-2
 """Relative, between versions of FSDP in 16 bits; measured on CPUs in float32 they differ by less than 2e-5."""
@@ -80,34 +82,6 @@ class Tier:
     run: Callable[[Scale, Rows], str]
     shows: str
     """What a device shows that a CPU cannot."""
-
-
-@dataclass(frozen=True)
-class Hungry:
-    """In the second step, more memory is asked for than any device has."""
-
-    def arm(self, _rank: int) -> None:
-        calls: list[object] = []
-
-        def asking(original: Callable[..., torch.Tensor], gradients: Any, device: torch.device) -> torch.Tensor:
-            calls.append(None)
-            if len(calls) == 2:
-                torch.empty(1 << 50, device=device)
-            return original(gradients, device)
-
-        wrap("train.step:squared_norm", asking)
-
-
-@dataclass(frozen=True)
-class WithoutCompiler:
-    """A rank finds no compiler, and nothing that was compiled before but `launcher`."""
-
-    launcher: Path
-    cache: Path
-
-    def arm(self, _rank: int) -> None:
-        os.environ |= {"PATH": "/nowhere", "TRITON_CACHE_DIR": str(self.cache)}
-        compilation.LAUNCHER = self.launcher
 
 
 def job(directory: Path, scale: Scale, ranks: int, method: str = "LoRA", version: int = 2, **changes: Any) -> RunContext:
@@ -261,6 +235,24 @@ def out_of_memory(scale: Scale, rows: Rows) -> str:
     return "" if report.failure is wanted else f"the class is {report.failure}, not {wanted}"
 
 
+def stall(scale: Scale, rows: Rows) -> str:
+    """A rank that waits for ever is named, the others end with it, and what each had sent is on the workspace."""
+    ranks = scale.ranks
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as place:
+        context, began = job(Path(place), scale, ranks, stepTimeoutSeconds=STEP_TIMEOUT), time.monotonic()
+        codes = run_gang(context, [Silent(ranks)])
+        cause = root_cause(read_rank_reports(context.workspace.reports(Role.TRAIN.value, context.attempt)))
+        records = [context.workspace.stacks(context.attempt) / flight_recorder_name(rank) for rank in range(ranks)]
+        recorded = [len(json.loads(each.read_bytes())["entries"]) if each.exists() else None for each in records]
+    found = {"class": cause.failure, "rank": cause.rank, "message": cause.message} if cause is not None else {}
+    rows.append({"exit codes": codes, "seconds": time.monotonic() - began, "collectives on record": recorded, **found})
+    wrong = [] if cause is not None and cause.failure is FailureClass.STALLED else ["the class is not Stalled"]
+    wrong += [] if cause is not None and cause.rank == ranks - 1 else [f"rank {ranks - 1} is not named"]
+    wrong += ["a rank ended as if nothing had happened"] if 0 in codes else []
+    wrong += ["collectives are not on record"] if ranks > 1 and not all(recorded) else []
+    return "; ".join(wrong)
+
+
 def throughput(scale: Scale, rows: Rows) -> str:
     """The benchmark, which keeps its figures itself. On a CPU without a compiler's minutes."""
     size, contenders = ("tiny", ("ours", "trl")) if scale.is_toy else ("8B", ("ours", "compiled", "fp8", "trl"))
@@ -315,6 +307,7 @@ TIERS = {
     "calibration": Tier(calibration, "which part of its published peaks a device reaches"),
     "planner": Tier(planner, "the error of the memory planner against peaks of allocated memory of a device, for 30 plans"),
     "out-of-memory": Tier(out_of_memory, "torch's own error of a device without memory, and its failure class"),
+    "stall": Tier(stall, "NCCL's operations that never end, and its flight recorder, which take a second GPU"),
     "verification": Tier(verification, "how long a device takes to compare a merged model's logits, and how near they are there"),
     "throughput": Tier(throughput, "tokens per second and MFU of an 8B Llama at 4,096 packed tokens next to TRL, and in FP8"),
     "long": Tier(long_rows, "the same at 32,768 and 131,072 tokens"),

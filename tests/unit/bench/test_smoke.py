@@ -101,6 +101,7 @@ def test_what_a_gpu_would_show(capfd: pytest.CaptureFixture[str]) -> None:
         "calibration",
         "planner",
         "out-of-memory",
+        "stall",
         "verification",
         "throughput",
         "long",
