@@ -144,6 +144,16 @@ def device_problem(device: torch.device) -> str:
         return "the FP8 of AMD's GPUs is of another form"
     capability = torch.cuda.get_device_capability(device)
     if capability >= LEAST_CAPABILITY:
-        return ""
+        return _refusal(device)
     least, found = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, capability))
     return f"{torch.cuda.get_device_name(device)} has compute capability {found}, and products in FP8 need {least}"
+
+
+def _refusal(device: torch.device) -> str:
+    """What torch says against such a product on this device; empty: nothing."""
+    one = torch.ones(ALIGNED, ALIGNED, dtype=torch.bfloat16, device=device)
+    try:
+        _FrozenProduct.apply(one.requires_grad_(), one.detach()).sum().backward()
+    except RuntimeError as error:
+        return f"torch has no such products there: {str(error).splitlines()[0]}"
+    return ""

@@ -200,10 +200,24 @@ def test_what_cannot_compute_so_is_refused(computed: torch.dtype, layers: bool, 
     assert not any(type(each) is Fp8Linear for each in model.modules())
 
 
+def test_a_device_is_asked_for_a_product_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fp8_products._refusal(CPU) == ""
+    original = fp8_products.scaled_product
+
+    def only_forward(first: torch.Tensor, second: torch.Tensor, *, sums_fast: bool) -> torch.Tensor:
+        if not sums_fast:
+            raise RuntimeError("not on this card\nat some line")
+        return original(first, second, sums_fast=sums_fast)
+
+    monkeypatch.setattr(fp8_products, "scaled_product", only_forward)
+    assert fp8_products._refusal(CPU) == "torch has no such products there: not on this card"
+
+
 @pytest.mark.parametrize(("capability", "can"), [((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)])
 def test_gpus_before_ada_have_no_such_products(capability: tuple[int, int], can: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Card")
+    monkeypatch.setattr(fp8_products, "_refusal", lambda _device: "")
     told = f"Card has compute capability {capability[0]}.{capability[1]}, and products in FP8 need 8.9"
     assert fp8_products.device_problem(torch.device("cuda")) == ("" if can else told)
     monkeypatch.setattr(torch.version, "hip", "7.0")
