@@ -26,7 +26,7 @@ ALIGNED = 16
 """The kernels take factors whose sides are multiples of it."""
 LEAST_CAPABILITY = (8, 9)
 """Of a GPU: the first one that has such products."""
-_ROUTERS = ("gate", "router")
+_ROUTERS = frozenset({"gate", "router"})
 """Their few outputs choose experts: what is saved is nothing, and what is chosen depends on small differences."""
 
 
@@ -119,7 +119,7 @@ def frozen_linear_layers(model: nn.Module, classes: Collection[str] | None) -> d
         and not module.weight.requires_grad
         and module.in_features % ALIGNED == 0
         and module.out_features % ALIGNED == 0
-        and name.removesuffix(".base_layer").rpartition(".")[2] not in _ROUTERS
+        and not _ROUTERS.intersection(name.split("."))
     }
 
 

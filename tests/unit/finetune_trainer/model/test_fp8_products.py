@@ -134,7 +134,8 @@ def test_only_frozen_layers_of_fitting_sizes_within_transformer_layers_change() 
 def test_the_router_of_experts_and_their_stacked_weights_stay_as_they_are() -> None:
     model = adapted("mixtral", targetModules=["q_proj"])
     for layer in model.base_model.model.model.layers:
-        layer.mlp.router = nn.Linear(64, 16).requires_grad_(False)
+        layer.mlp.router = nn.Sequential(nn.Linear(64, 16)).requires_grad_(False)
+        layer.mlp.second = nn.ModuleDict({"gate": nn.Linear(64, 16)}).requires_grad_(False)
     install_fp8(model, None, CPU, torch.bfloat16)
     changed = {name.rpartition(".layers.")[2] for name, each in model.named_modules() if type(each) is Fp8Linear}
     names = ("q_proj.base_layer", "k_proj", "v_proj", "o_proj")
