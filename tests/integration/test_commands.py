@@ -135,7 +135,7 @@ def test_commands_about_many_jobs_tell_of_each_state(caller: Caller) -> None:
         ["succeeded", "Succeeded", "-"],
     ]
     top = reader("top -o json")
-    assert [(job["name"], job["devices"]) for job in json.loads(top.stdout)["jobs"]] == [("running", 8)]
+    assert [(job["name"], job["devices"]) for job in json.loads(top.stdout)["jobs"]] == [("running", 4)]
     assert "Failed" in reader("compare failed succeeded").stdout
     cost = reader("cost")
     assert (cost.returncode, "you may not list configmaps in the whole cluster" in cost.stdout) == (0, True)

@@ -9,7 +9,7 @@ import pytest
 from finetune_job.failures import FailureClass
 from finetune_job.names import CREDENTIALS_MOUNT, LABEL_JOB, Role
 from tests.integration.conftest import RELEASE, SYSTEM, OperatorFactory
-from tests.integration.kube import Document
+from tests.integration.kube import Document, RefusedError
 from tests.integration.workload import Workload
 
 pytestmark = pytest.mark.integration
@@ -469,7 +469,12 @@ def bad_node(workload: Workload) -> Iterator[str]:
     kube.delete("Node", "", NODE)
     kube.delete("FineTuneProfile", "", name)
     for pod in kube.list("Pod", workload.namespace):
-        kube.request("DELETE", f"/api/v1/namespaces/{workload.namespace}/pods/{pod['metadata']['name']}?gracePeriodSeconds=0")
+        try:
+            kube.request("DELETE", f"/api/v1/namespaces/{workload.namespace}/pods/{pod['metadata']['name']}?gracePeriodSeconds=0")
+        except RefusedError as error:
+            # Its Job may have removed it meanwhile.
+            if error.code != 404:
+                raise
 
 
 def test_a_condition_of_the_node_explains_a_failure_to_an_operator_that_may_read_it(
