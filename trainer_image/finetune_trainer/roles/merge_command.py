@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument(
         "--device",
         default="cpu",
-        help="cpu or cuda: where is computed; PEFT's bits are promised for cpu",
+        help="device that multiplies and compares logits, cpu or cuda; PEFT's bits are promised for cpu",
     )
     arguments.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help="compare with base and adapter")
     arguments.add_argument("--prompts", type=Path, help="lines of text or of JSON arrays of token ids to verify with")
