@@ -119,7 +119,7 @@ EIGHT_BITS = {"method.type": "QLoRA", "method.quantization.bits": 8}
     ("written", "gib", "changed"),
     [
         # Without the rules it would be Selective, eight nodes alone, and four.
-        ({"training.compile": True, "training.microBatchSize": 1, "training.precision": "bf16", FULL: "None"}, 32, FULL),
+        ({"training.compile": True, "training.microBatchSize": 1, "training.precision": "bf16", FULL: "None"}, 28, FULL),
         ({"workspace": TEMPLATE}, 14, "workspace.volumeClaimTemplate.accessMode"),
         (EIGHT_BITS | {"training.microBatchSize": 1, "data.maxSequenceLength": 2048}, 12, "data.maxSequenceLength"),
     ],

@@ -38,6 +38,7 @@ APPLIED = {
     "experts-not-excluded": _OF_MODEL,
     "feedforward-module-not-adapted": _OF_MODEL,
     "fsdp1-flat-parameter-mixed": _OF_MODEL,
+    "fp8-not-possible": _OF_MODEL,
     "full-name-beside-layers": _OF_MODEL,
     "layer-number-unknown": _OF_MODEL,
     "memory-estimate-exceeds-gpu": _ESTIMATE,
