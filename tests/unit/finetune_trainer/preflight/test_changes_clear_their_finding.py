@@ -195,7 +195,12 @@ CASES: list[tuple[str, str, str, Spec]] = [
     ("packing-leaks", "bloom", "bfloat16", {"data.packing": True}),
     ("attention-not-supported", "gpt_oss", "bfloat16", {"model.attention": "sdpa", LORA + "targetModules": ["q_proj"]}),
     ("attention-not-supported", "gemma2", "bfloat16", {"model.attention": "varlen"}),
-    ("fp8-not-possible", "llama", "float32", {LORA + "targetModules": ["q_proj"], "training.fp8": True}),
+    (
+        "fp8-not-possible",
+        "llama",
+        "bfloat16",
+        {LORA + "targetModules": ["q_proj"], "training.fp8": True, "training.precision": "fp32"},
+    ),
     (
         "activation-checkpointing-not-supported",
         "gpt_neox_japanese",

@@ -145,7 +145,7 @@ WITHOUT = {
     "tokenizer-without-end": _MODEL_FILES,
     "tracker-unknown": "an image with the tracker would do, and without it the author sees no curves",
 }
-RULES_TOO = {"qlora-storage-not-param-dtype", "target-parameters-all-layers", "trainable-tokens-overlap"}
+RULES_TOO = {"fp8-not-possible", "qlora-storage-not-param-dtype", "target-parameters-all-layers", "trainable-tokens-overlap"}
 """Ids of the rule book that preflight uses with changes of its own."""
 
 
