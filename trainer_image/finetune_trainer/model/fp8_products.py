@@ -82,7 +82,7 @@ def rounded(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     largest = matrix.abs().amax(dim=1, keepdim=True).float()
     scale = torch.where(largest == 0, 1.0, largest / LARGEST)
-    return (matrix.float() / scale).clamp(-LARGEST, LARGEST).to(KIND).contiguous(), scale
+    return (matrix.float() / scale).to(KIND).contiguous(), scale
 
 
 def install_fp8(model: nn.Module, classes: Collection[str] | None, device: torch.device, computed: torch.dtype) -> int:

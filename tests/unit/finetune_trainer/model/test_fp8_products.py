@@ -201,6 +201,23 @@ def test_what_cannot_compute_so_is_refused(computed: torch.dtype, layers: bool, 
     assert not any(type(each) is Fp8Linear for each in model.modules())
 
 
+def test_a_device_that_cannot_compute_so_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_products, "device_problem", lambda _device: "too old")
+    model = adapted()
+    with pytest.raises(ConfigError, match=r"spec\.training\.fp8: too old"):
+        install_fp8(model, None, CPU, torch.bfloat16)
+    assert not any(type(each) is Fp8Linear for each in model.modules())
+
+
+def test_the_largest_value_of_a_row_is_the_largest_of_fp8_whatever_its_size() -> None:
+    """Dividing by a scale that is rounded itself may give a little more than 448, and infinity is not far."""
+    sizes = (
+        torch.randn(20_000, 1, generator=torch.Generator().manual_seed(5)) * 10.0 ** torch.arange(-10, 10).repeat(1000)[:, None]
+    )
+    values, _ = rounded(torch.cat([sizes, sizes / 3], dim=1))
+    assert values.float()[:, 0].abs().eq(448).all()
+
+
 def test_a_device_is_asked_for_a_product_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fp8_products._refusal(CPU) == ""
     original = fp8_products.scaled_product
