@@ -120,6 +120,22 @@ def test_the_launcher_of_the_image_is_what_triton_would_compile(
         build.compile_so_from_src("int other;", "other")
 
 
+def test_without_a_compiler_the_image_has_no_launcher_and_says_so(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "mkdir").symlink_to(shutil.which("mkdir") or "")
+    script = ROOT / "trainer_image/layers/build-launcher.sh"
+    done = subprocess.run(
+        ["/bin/sh", script, tmp_path / "nvidia", tmp_path / "made"],
+        env={"PATH": str(programs)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == "COMPILER_IMAGE has no gcc: jobs of this image cannot set training.compile\n"
+    assert list((tmp_path / "made").iterdir()) == []
+
+
 def test_the_launcher_loads_where_a_driver_is(launcher: Path, tmp_path: Path) -> None:
     """The driver's functions stand in empty: what is shown is that this Python takes the module, and what it offers."""
     (module,) = launcher.iterdir()
