@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from finetune_trainer.data.batches import PreparedData
 from finetune_trainer.errors import ConfigError
@@ -75,6 +76,19 @@ def test_gradients_that_point_elsewhere_are_refused_before_the_first_step(checke
         check()
     assert "allowed are 1% and at least 0.95" in str(refused.value)
     assert refused.value.hint == "set spec.training.fp8: false"
+
+
+def test_nothing_is_compiled_for_the_gate(checked: Any) -> None:
+    check, model = checked
+    torch._dynamo.reset()
+    counters.clear()
+    for layer in model.get_base_model().model.layers:
+        layer.compile(backend="eager")
+    assert check().passes
+    assert not counters["stats"]
+    model(input_ids=torch.tensor([[1, 2, 3]]))
+    assert counters["stats"]["unique_graphs"], "what follows is"
+    torch._dynamo.reset()
 
 
 def test_a_loss_that_is_off_is_refused(checked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
