@@ -37,3 +37,10 @@ def test_nothing_is_offloaded_where_there_is_no_device() -> None:
     assert plan.parallelism.fsdp.offload_params
     assert not twin.parallelism.fsdp.offload_params
     assert "parallelism.fsdp.offloadParams: True -> False" in [change.text() for change in changes]
+
+
+@pytest.mark.parametrize("setting", ["compile", "fp8"])
+def test_layers_are_torchs_own(setting: str) -> None:
+    twin, changes = scaled_plan(plan_of(tiny_spec(training={"maxSteps": 3, "globalBatchSize": 4, setting: True})), None)
+    assert getattr(twin.training, setting) is False
+    assert f"training.{setting}: True -> False" in [change.text() for change in changes]
