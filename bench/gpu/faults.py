@@ -33,7 +33,7 @@ class Hungry:
 
 @dataclass(frozen=True)
 class Silent:
-    """The last rank waits for ever in its third step."""
+    """The last rank waits forever in its third step."""
 
     ranks: int
 

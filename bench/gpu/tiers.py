@@ -236,7 +236,7 @@ def out_of_memory(scale: Scale, rows: Rows) -> str:
 
 
 def stall(scale: Scale, rows: Rows) -> str:
-    """A rank that waits for ever is named, the others end with it, and what each had sent is on the workspace."""
+    """A rank that waits forever is named, the others end with it, and what each had sent is on the workspace."""
     ranks = scale.ranks
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as place:
         context, began = job(Path(place), scale, ranks, stepTimeoutSeconds=STEP_TIMEOUT), time.monotonic()

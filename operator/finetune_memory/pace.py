@@ -29,8 +29,9 @@ FROZEN_PRODUCTS, TRAINED_PRODUCTS = 2, 3
 """Forward and gradient of the input; and gradient of the weight."""
 FORWARD_OF_ATTENTION, BACKWARD_OF_ATTENTION = 2, 5
 """Products of all pairs of tokens; fused attention computes the scores again in its backward pass."""
-ROUNDING_BYTES = 5
-"""Of a 16-bit value that becomes one of FP8: read for the largest of its row, and read again and written."""
+ROUNDING_BYTES, ROUNDING_BYTES_EAGER = 5, 25
+"""Of a 16-bit value that becomes one of FP8. Compiled: read for the largest of its row, and read again and written. In eager mode
+absolute values (2 + 2), the largest of them (2), float32 (2 + 4), divided by the scale (4 + 4), rounded (4 + 1)."""
 LOGIT_BYTES = 34
 """Of a logit, forward and backward: the product's result, its float32 copy, softmax, and both gradients."""
 ADAMW_BYTES = 28
@@ -181,12 +182,13 @@ class _Pacer:
     def _products_in_fp8(self, rows: float, inputs: int, outputs: int, again: int) -> float:
         """Of a frozen weight, forward and backward, with both factors rounded first."""
         peak = (self.device.fp8_flops or self.device.flops) * self.calibration.flops
+        rounding = ROUNDING_BYTES if self.plan.training.compile else ROUNDING_BYTES_EAGER
         seconds = 0.0
         for times, given, made in ((1 + again, inputs, outputs), (1, outputs, inputs)):
             factors = rows * given + inputs * outputs
             moved = factors + self.elements.product * rows * made
             product = max(2 * rows * inputs * outputs / peak, moved / self.memory)
-            seconds += times * (product + ROUNDING_BYTES * factors / self.memory)
+            seconds += times * (product + rounding * factors / self.memory)
         return seconds
 
     def _products(self) -> float:

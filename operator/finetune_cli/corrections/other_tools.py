@@ -121,6 +121,16 @@ def _half(value: Any, _spec: Spec) -> Equivalent:
     )
 
 
+def _mixed_precision(value: Any, spec: Spec) -> Equivalent:
+    if letters(str(value)) == _FP8:
+        return Equivalent(
+            f"write spec.training.precision: {Precision.BF16.value} and spec.training.fp8: true",
+            {"training.precision": Precision.BF16.value, "training.fp8": True},
+            is_certain=True,
+        )
+    return _words("training.precision", _PRECISIONS, Precision.BF16.value)(value, spec)
+
+
 def _in_quarters(value: Any, _spec: Spec) -> Equivalent:
     if _is_off(value):
         return Equivalent("remove it: only QLoRA and QDoRA pack the base", is_certain=True)
@@ -166,6 +176,7 @@ _DTYPES = {
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "float16"),
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "float32"),
 }
+_FP8 = "fp8"
 _PRECISIONS = {**dict.fromkeys(("bf16", "bfloat16", "bf16mixed"), "bf16"), **dict.fromkeys(("no", "fp32", "float32"), "fp32")}
 _ATTENTIONS = {"sdpa": Attention.SDPA.value, "eager": Attention.EAGER.value}
 
@@ -201,7 +212,8 @@ WORD_ANSWERS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "training.precision": dict.fromkeys(
         ("fp16", "float16", "16", "16mixed", "half"),
         (Precision.BF16.value, "it needs no loss scaling, and float16 is not offered"),
-    ),
+    )
+    | {_FP8: (Precision.BF16.value, "products in FP8 are a switch of their own, spec.training.fp8: true")},
 }
 """Words of others that mean something else: what to write instead, and why."""
 
@@ -221,10 +233,9 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     (("gradient_checkpointing", "use_gradient_checkpointing"), _switch("training.activationCheckpointing", "Full", "None")),
     (("bf16", "use_bf16"), _switch("training.precision", "bf16")),
     (("fp16", "use_fp16"), _half),
-    (("mixed_precision",), _words("training.precision", _PRECISIONS, "bf16")),
+    (("mixed_precision",), _mixed_precision),
     (("tf32", "allow_tf32"), _not_here("spec.training.precision alone says how is computed")),
     (("torch_compile", "use_compile"), _switch("training.compile", True, False)),
-    (("enable_fp8", "fp8_training", "use_fp8"), _switch("training.fp8", True, False)),
     (("report_to", "loggers", "logger", "log_with"), _trackers),
     (("use_wandb", "wandb", "wandb_project"), lambda value, spec: _trackers([] if _is_off(value) else "wandb", spec)),
     (("logging_steps", "logging_strategy", "logging_first_step"), _not_here("every step is logged")),

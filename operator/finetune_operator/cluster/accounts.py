@@ -105,9 +105,8 @@ def _ledger_of(found: Document) -> Ledger | None:
     try:
         return read_ledger(found)
     except ValueError as error:
-        _log.error(
-            "usage is counted from zero: what was on record cannot be read", error=str(error)[:300], kept_under_key=UNREADABLE
-        )
+        kept = "" if _content(found, KEY) is None else UNREADABLE
+        _log.error("usage is counted from zero: what was on record cannot be read", error=str(error)[:300], kept_as=kept)
         return None
 
 
@@ -258,7 +257,8 @@ class Accounts:
             return False
         read = Ledger() if found is None else _ledger_of(found)
         recorded = Ledger() if read is None else read
-        self._unreadable = _content(found, UNREADABLE if read is not None else KEY)
+        # What is lost now, or was lost before.
+        self._unreadable = (_content(found, KEY) if read is None else None) or _content(found, UNREADABLE)
         self._object, self._is_current = found, True
         attempt, self._attempt = self._attempt, None
         if attempt is not None and attempt.ledger == recorded:

@@ -56,16 +56,12 @@ def train_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
         if found.state is State.QUEUED and PREFLIGHT_GATE in found.batch_job.admission_gates:
             if not wait_for_refused_write(observed, result, ConditionType.TRAINED, _FIX_OF_UNGATING):
                 result.ungate(found.batch_job, PREFLIGHT_GATE)
-        elif not (
-            (
-                limits is not None
-                and (
-                    follow_admission(observed, stage, run, found, found.batch_job)
-                    or _is_resized(observed, stage, limits, found, found.batch_job)
-                )
-            )
-            or _is_stalled(observed, result, stage, found, found.batch_job)
+        elif limits is not None and (
+            follow_admission(observed, stage, run, found, found.batch_job)
+            or _is_resized(observed, stage, limits, found, found.batch_job)
         ):
+            pass  # what follows is put down
+        elif not _is_stalled(observed, result, stage, found, found.batch_job):
             stage.wait(found, found.batch_job)
             if limits is not None and found.state is State.RUNNING and found.batch_job.takes_fewer:
                 result.set(gang_nodes=nodes)

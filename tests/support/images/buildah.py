@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.images.base import EPOCH, KINDS
+from tests.support.images.base import EPOCH
 from tests.support.images.programs import run
 from tests.support.images.sources import REPOSITORY, Sources
 
@@ -48,17 +48,17 @@ class Storage:
 
     def import_file_system(self, kind: str, archive: Path) -> None:
         """Make a tar file of a file system an image to build on; kind: of KINDS, what it is for."""
+        if self._buildah("images", "--quiet", "--filter", f"reference={imported(kind)}"):
+            return
         with archive.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-        if not self._buildah("images", "--quiet", "--filter", f"reference={imported(kind)}"):
-            recipe = f"FROM scratch\nADD {archive.name} /\n"
-            self._buildah("build", "--quiet", *_TIMES, "--file", "-", "--tag", imported(kind), archive.parent, text=recipe)
-            self._digest_file(kind).write_text(digest)
+            # Before the import, so that no image is there without it.
+            self._digest_file(kind).write_text(hashlib.file_digest(file, "sha256").hexdigest())  # type: ignore[arg-type]
+        recipe = f"FROM scratch\nADD {archive.name} /\n"
+        self._buildah("build", "--quiet", *_TIMES, "--file", "-", "--tag", imported(kind), archive.parent, text=recipe)
 
-    @property
-    def file_systems(self) -> dict[str, str]:
-        """By what they are for, the SHA-256 of what was imported, 64 hexadecimal digits."""
-        return {kind: self._digest_file(kind).read_text() for kind in KINDS if self._digest_file(kind).exists()}
+    def file_systems(self, sources: Sources) -> dict[str, str]:
+        """By what they are for, the SHA-256 of what an image was built on, 64 hexadecimal digits."""
+        return {kind: self._digest_file(kind).read_text() for kind in sources.kinds}
 
     def _digest_file(self, kind: str) -> Path:
         return self.directory / f"{kind}.sha256"

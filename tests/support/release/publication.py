@@ -64,7 +64,7 @@ class Release:
             kind="image",
             parameters={"containerfile": str(sources.containerfile.relative_to(REPOSITORY)), "version": self.version},
             commit=self.commit,
-            materials=materials | image.storage.file_systems,
+            materials=materials | image.storage.file_systems(sources),
             started=started,
             finished=datetime.now(UTC),
         )

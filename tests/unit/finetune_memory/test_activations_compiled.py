@@ -33,6 +33,9 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 
 
@@ -146,13 +149,25 @@ def predicted(kind: str, lora: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "lora"),
-    [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("llama", {"targetModules": ["q_proj", "v_proj"]})],
-    ids=["llama", "qwen2", "qwen3", "two projections"],
+    ("kind", "lora", "tolerance"),
+    [
+        ("llama", {}, 0.01),
+        ("llama", {"targetModules": ["q_proj", "v_proj"]}, 0.01),
+        ("qwen2", {}, 0.01),
+        ("qwen3", {}, 0.01),
+        # torch's own norms, and a block without a gate.
+        ("starcoder2", {}, 0.01),
+        # One layer for queries, keys and values, and one for gate and up.
+        ("phi3", {}, 0.01),
+        # Norms after attention and block.
+        ("olmo2", {}, 0.01),
+        ("glm4", {}, 0.03),
+    ],
+    ids=["llama", "two projections", "qwen2", "qwen3", "starcoder2", "phi3", "olmo2", "glm4"],
 )
-def test_a_compiled_layer_keeps_what_is_predicted(kind: str, lora: dict[str, Any]) -> None:
+def test_a_compiled_layer_keeps_what_is_predicted(kind: str, lora: dict[str, Any], tolerance: float) -> None:
     measured = kept_by_the_second_layer(kind, lora)
-    assert predicted(kind, lora) == pytest.approx(measured, rel=0.01)
+    assert predicted(kind, lora) == pytest.approx(measured, rel=tolerance)
 
 
 @pytest.mark.parametrize(("compiles", "measured"), [(False, 67.65e9), (True, 55.9e9)])

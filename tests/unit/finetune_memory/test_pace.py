@@ -61,6 +61,15 @@ def test_fp8_takes_half_the_time_and_rounds_both_factors_first() -> None:
     assert seconds(again, "matrix products") == pytest.approx(wanted + forward, rel=1e-6)
 
 
+@pytest.mark.parametrize("product", ["H100", "H200", "L40S", "B200"])
+def test_without_a_compiler_fp8_is_no_gain(product: str) -> None:
+    """As its rule says. Five kernels round a factor: 25 bytes a value."""
+    plain, eager_fp8 = judged(job()).plan, judged(job(training__fp8=True)).plan
+    fast = calculated_pace(plain, shape_of("Llama-3.1-8B", plain), "bfloat16", product, ASSUMED)
+    slow = calculated_pace(eager_fp8, shape_of("Llama-3.1-8B", eager_fp8), "bfloat16", product, ASSUMED)
+    assert slow.tokens_per_second < fast.tokens_per_second
+
+
 @pytest.mark.parametrize("product", ["NVIDIA-A100-SXM4-80GB", "A10G", "AMD Instinct MI300X"])
 def test_devices_without_that_fp8_have_no_time(product: str) -> None:
     with pytest.raises(UnknownPaceError, match=r"has no products in E4M3, which training\.fp8 asks for"):

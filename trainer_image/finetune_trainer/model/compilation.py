@@ -60,7 +60,12 @@ def _is_installed(device_type: str) -> bool:
 
 
 def _has_launcher() -> bool:
-    return any(LAUNCHER.glob("cuda_utils*.so"))
+    return _compiled("cuda_utils").exists()
+
+
+def _compiled(name: str) -> Path:
+    """Where the image would have a module for this Python."""
+    return LAUNCHER / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def take_launcher() -> None:
@@ -72,7 +77,7 @@ def take_launcher() -> None:
 
 def _of_the_image(name: str, *_source: Any) -> str:
     """The path of a compiled module. Raises ConfigError for another one than the launcher."""
-    path = LAUNCHER / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    path = _compiled(name)
     if not path.exists():
         raise ConfigError(
             f"spec.training.compile: Triton wants {name} compiled, which the trainer image does not have",

@@ -118,6 +118,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     report = {**dataclasses.asdict(merged), "output": str(output)}
     if not arguments.verify:
         return report
+    # While the rest is imported, which takes one processor.
     digests.begin(options.output / name for name in read_checkpoint(options.output).file_bytes)
     importing.join()
     return report | _verify(arguments, options, paths, quantization, merged.num_rows, digests=digests)

@@ -38,7 +38,7 @@ class Fp8Figures:
     loss_difference: float
     """Relative."""
     cosine: float
-    """Of the angle between the gradients; NaN if either has no length."""
+    """Of the angle between the gradients; NaN if one alone has no length, 1 if neither has, as where nothing is learnt yet."""
 
     @property
     def passes(self) -> bool:
@@ -92,10 +92,12 @@ def _compared(losses: list[torch.Tensor], gradients: list[list[torch.Tensor]], g
     wide, narrow = gradients
     together = [_dot(wide, narrow), _dot(wide, wide), _dot(narrow, narrow)]
     loss, loss_in_fp8, dot, squares, squares_in_fp8 = gang.sum([*(float(each) for each in losses), *together])
-    length = math.sqrt(squares * squares_in_fp8) if squares * squares_in_fp8 >= 0 else math.nan
-    return Fp8Figures(
-        loss_difference=(loss_in_fp8 - loss) / loss if loss else math.nan, cosine=dot / length if length else math.nan
-    )
+    if squares == squares_in_fp8 == 0:
+        cosine = 1.0
+    else:
+        length = math.sqrt(max(squares * squares_in_fp8, 0.0))
+        cosine = dot / length if length else math.nan
+    return Fp8Figures(loss_difference=(loss_in_fp8 - loss) / loss if loss else math.nan, cosine=cosine)
 
 
 def _dot(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:

@@ -54,12 +54,16 @@ class SkeletonModel:
     looked_up: frozenset[str]
     """Paths of the input embeddings, of which a forward pass needs single rows."""
 
-    device: torch.device
-
     @property
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = self.base.dtype
         return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        device: torch.device = self.base.device
+        return device
 
 
 def model_class(directory: Path, *, allow_remote_code: bool = False) -> Any:
@@ -153,7 +157,7 @@ def skeleton_model(
         offload(slot)
     _move_others(model, slots, device)
     model.eval()
-    return SkeletonModel(model, base, tuple(slots.values()), looked_up, device)
+    return SkeletonModel(model, base, tuple(slots.values()), looked_up)
 
 
 def offload(slot: ParameterSlot) -> None:

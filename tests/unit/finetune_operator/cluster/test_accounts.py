@@ -278,6 +278,17 @@ def test_content_that_unpacks_to_too_much_is_not_read() -> None:
     assert _ledger_of({"binaryData": {KEY: packed}}) is None
 
 
+def test_what_was_kept_stays_when_the_record_is_removed() -> None:
+    async def scenario(scene: Scene) -> None:
+        stored = {"metadata": {"name": "tuning-accounts", "namespace": "system"}, "binaryData": {UNREADABLE: "bG9zdA=="}}
+        scene.api.put(CONFIG_MAPS, stored)
+        await scene.count_until(60)
+        data = scene.api.objects["ConfigMap", "system", "tuning-accounts"]["binaryData"]
+        assert (data[UNREADABLE], KEY in data) == ("bG9zdA==", True)
+
+    run(scenario)
+
+
 @pytest.mark.parametrize(("length", "is_kept"), [(400_000, True), (400_004, False)])
 def test_what_cannot_be_read_is_kept_for_people(length: int, is_kept: bool) -> None:
     """Also by the next writes, and by the next life of the operator."""

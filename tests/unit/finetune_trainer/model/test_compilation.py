@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,9 @@ def test_what_is_missing_to_compile(
     monkeypatch.setattr(compilation.shutil, "which", lambda name: name if name in installed else None)
     monkeypatch.setattr(compilation, "LAUNCHER", tmp_path)
     if has_launcher:
-        (tmp_path / "cuda_utils.cpython-311-x86_64-linux-gnu.so").touch()
+        (tmp_path / f"cuda_utils{sysconfig.get_config_var('EXT_SUFFIX')}").touch()
+    # Of another Python: Triton would not find it.
+    (tmp_path / "cuda_utils.cpython-39-x86_64-linux-gnu.so").touch()
     wanted = {"cpu": ("g++", "c++", "clang++"), "cuda": ("gcc", "cc", "clang")}
     assert {kind: compilation.missing_compiler(kind) for kind in needed} == {
         kind: wanted[kind] if is_missing else () for kind, is_missing in needed.items()
@@ -191,7 +194,7 @@ def test_a_compiler_that_is_there_is_used(
     monkeypatch.setattr(compilation, "LAUNCHER", tmp_path)
     monkeypatch.setattr(knobs.build, "impl", None)
     if has_launcher:
-        (tmp_path / "cuda_utils.so").touch()
+        (tmp_path / f"cuda_utils{sysconfig.get_config_var('EXT_SUFFIX')}").touch()
     model, fsdp = adapted()
     compile_layers(model, fsdp)
     assert (knobs.build.impl is not None) is takes
