@@ -85,8 +85,8 @@ def next_step(
 
 
 def tried_by_hand(record: RunRecord) -> RunRecord:
-    """The record as a new command finds it: whoever runs it again has looked at what failed, so no role waits or is given up for
-    what failed before. What counts against `run.maxRestarts` stays.
+    """The record as a new command finds it: the user who runs it again has looked at what failed, so no role waits or is given
+    up for what failed before. What counts against `run.maxRestarts` stays.
     """
     restarts = {role: one.model_copy(update={"in_a_row": 0, "in_a_row_since": ""}) for role, one in record.restarts.items()}
     return record.model_copy(update={"restarts": restarts})

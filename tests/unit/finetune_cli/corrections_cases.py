@@ -37,6 +37,10 @@ MISTAKES: list[tuple[str, Any, bool, str, dict[str, Any]]] = [
      {"spec.model": {"source": "pvc://models/base"}}),
     (T + "activationCheckpointing", True, CERTAIN, "write Full", {T + "activationCheckpointing": "Full"}),
     ("spec.training", {"epochs": 0.5}, PROPOSED, "write 1, a whole number without quotes", {T + "epochs": 1}),
+    (T + "mixed_precision", "fp8", CERTAIN, "write spec.training.precision: bf16 and spec.training.fp8: true",
+     {T + "precision": "bf16", T + "fp8": True}),
+    (T + "precision", "fp8", PROPOSED, "write bf16: products in FP8 are a switch of their own, spec.training.fp8: true",
+     {T + "precision": "bf16"}),
     # Numbers out of range
     (L + "r", 0, PROPOSED, "write 16 (Rank of the update)", {L + "r": 16}),
     (T + "globalBatchSize", 0, PROPOSED, "write 16 (Sequences per optimizer step, over all ranks)", {T + "globalBatchSize": 16}),

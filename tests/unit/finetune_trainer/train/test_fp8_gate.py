@@ -20,6 +20,7 @@ from finetune_trainer.model.fp8_products import install_fp8
 from finetune_trainer.model.fsdp_versions import Reduction
 from finetune_trainer.objective.next_token import NextToken
 from finetune_trainer.ranks.gang import Gang
+from finetune_trainer.train import fp8_gate
 from finetune_trainer.train.fp8_gate import Fp8Figures, check_fp8
 from finetune_trainer.train.step import StepBatches
 from tests.support.forked_ranks import Disturbance, run_gang, wrap
@@ -120,6 +121,16 @@ def test_a_loss_that_is_off_is_refused(checked: Any, monkeypatch: pytest.MonkeyP
 )
 def test_the_bounds(loss: float, cosine: float, passes: bool) -> None:
     assert Fp8Figures(loss, cosine).passes is passes
+
+
+def test_gradients_of_no_length_are_alike_only_if_both_have_none(checked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    check, _ = checked
+    monkeypatch.setattr(fp8_gate, "local_gradients", lambda _model: [torch.zeros(3)])
+    assert check().cosine == 1
+    in_turn = iter(([torch.ones(3)], [torch.zeros(3)]))
+    monkeypatch.setattr(fp8_gate, "local_gradients", lambda _model: next(in_turn))
+    with pytest.raises(ConfigError):
+        check()
 
 
 class Counting(Disturbance):
