@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -23,6 +24,8 @@ MOST_BREAKS = 5
 """Connections in a row that bring nothing new of a file."""
 _LINE = re.compile(r"(?P<sha256>[0-9a-f]{64})  (?P<name>.+)")
 _READ_BYTES = 1 << 20
+_PARTIAL = ".part"
+"""Ends the name of a file whose bytes are still coming, and of which the next call goes on."""
 
 
 class ResultSource(Protocol):
@@ -93,7 +96,7 @@ def bring(source: ResultSource, directory: Path, listener: Listener) -> Download
         for name, sha256 in digests.items():
             listener.told(f"{name} ({sizes[name] / 1e6:.1f} MB)")
             sent += _bring_file(source, name, sha256, directory, listener)
-        partial = directory / f"{LIST_NAME}.part"
+        partial = directory / f"{LIST_NAME}{_PARTIAL}"
         partial.write_text(text)
         partial.replace(directory / LIST_NAME)
     except OSError as error:
@@ -102,15 +105,24 @@ def bring(source: ResultSource, directory: Path, listener: Listener) -> Download
 
 
 def parse_list(text: str) -> dict[str, str]:
-    """Name -> SHA-256. Raises ClusterError for a line of another form, and for a name that leads out of the directory."""
+    """Name -> SHA-256. Raises ClusterError for a line of another form, for a name that leads out of the directory, and for one
+    under which the list itself or a part of another file is kept.
+    """
     found: dict[str, str] = {}
     for line in text.splitlines():
         match = _LINE.fullmatch(line)
         name = match["name"] if match is not None else ""
-        parts = PurePosixPath(name).parts
-        if match is None or name.startswith("/") or not parts or ".." in parts or not name.isprintable() or name == LIST_NAME:
+        path = PurePosixPath(name)
+        if match is None or name.startswith("/") or not path.name or ".." in path.parts or not name.isprintable():
             raise ClusterError(f"{LIST_NAME}: {plain(line, 120)!r} names no file of the results; something else has written it")
         found[name] = match["sha256"]
+    # Of names that differ, the paths may be the same: a//b, ./a/b.
+    written = Counter([PurePosixPath(LIST_NAME), *map(PurePosixPath, found)])
+    parts = {path.with_name(f"{path.name}{_PARTIAL}") for path in written}
+    for name in found:
+        path = PurePosixPath(name)
+        if path in parts or written[path] > 1:
+            raise ClusterError(f"{LIST_NAME}: {plain(name, 120)!r} takes another file's place; something else has written it")
     return found
 
 
@@ -128,7 +140,7 @@ def _check_room(directory: Path, needed: int) -> None:
 def _bring_file(source: ResultSource, name: str, sha256: str, directory: Path, listener: Listener) -> int:
     """The bytes that were sent for a file. Raises ClusterError, LocalError, OSError."""
     target = directory / name
-    partial = target.with_name(f"{target.name}.part")
+    partial = target.with_name(f"{target.name}{_PARTIAL}")
     if target.is_file() and _digest(target).hexdigest() == sha256:
         return 0
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -104,7 +104,7 @@ def test_wrong_bytes_never_get_a_result_s_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../x", "/etc/passwd", "a/../../x", "..", "a\x1b[2J", "SHA256SUMS", "", " "],
+    "name", ["../x", "/etc/passwd", "a/../../x", "..", "a\x1b[2J", "", " "],
 )  # fmt: skip
 def test_a_list_that_leads_out_of_the_directory_is_refused(tmp_path: Path, name: str) -> None:
     if name == " ":
@@ -112,6 +112,29 @@ def test_a_list_that_leads_out_of_the_directory_is_refused(tmp_path: Path, name:
         return
     with pytest.raises(ClusterError, match="names no file of the results"):
         parse_list(f"{'0' * 64}  {name}\n")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["SHA256SUMS"],
+        ["./SHA256SUMS"],
+        ["SHA256SUMS.part"],
+        ["a", "a.part"],
+        ["a.part", "a"],
+        ["adapter/x", "adapter//x.part"],
+        ["adapter/x", "./adapter/x"],
+    ],
+)
+def test_a_name_under_which_something_else_is_kept_is_refused(names: list[str]) -> None:
+    with pytest.raises(ClusterError, match="takes another file's place"):
+        parse_list("".join(f"{'0' * 64}  {name}\n" for name in names))
+
+
+def test_names_that_only_look_like_parts_are_brought(tmp_path: Path) -> None:
+    content = {"a.part": b"1", ".part": b"2", "b.part.part": b"3", "c/d.part": b"4", "d": b"5"}
+    bring(Results(content), tmp_path, SILENT)
+    assert {name: (tmp_path / name).read_bytes() for name in content} == content
 
 
 @pytest.mark.parametrize(
