@@ -9,18 +9,13 @@ import logging
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 
-from finetune_job.plan.run_plan import TrainingPlan
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.fp8_products import FP8_FIELD, without_fp8
-from finetune_trainer.model.fsdp_versions import Reduction
-from finetune_trainer.model.objective import Objective
 from finetune_trainer.ranks.gang import Gang
-from finetune_trainer.train.step import StepBatches, compute_gradients, local_gradients
+from finetune_trainer.train.step import StepInputs, compute_gradients, local_gradients
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +31,7 @@ class Fp8Figures:
     """FP8 next to bfloat16 on the first batch."""
 
     loss_difference: float
-    """Relative."""
+    """Relative; 0 if neither loses anything, as where the batch has nothing that is learnt."""
     cosine: float
     """Of the angle between the gradients; NaN if one alone has no length, 1 if neither has, as where nothing is learnt yet."""
 
@@ -46,38 +41,20 @@ class Fp8Figures:
         return abs(self.loss_difference) <= MOST_LOSS_DIFFERENCE and self.cosine >= LEAST_COSINE
 
 
-def check_fp8(
-    model: nn.Module,
-    objective: Objective[Any, Any],
-    batches: StepBatches,
-    training: TrainingPlan,
-    *,
-    gang: Gang,
-    autocast: torch.dtype | None,
-    reduction: Reduction,
-) -> Fp8Figures:
+def check_fp8(inputs: StepInputs) -> Fp8Figures:
     """Raises ConfigError on all ranks alike if FP8 does not pass. Called by all ranks together; no gradients are left."""
-    terms = objective.num_terms(batches.data, batches.sequences(0))
+    model, batches = inputs.model, inputs.batches
+    terms = inputs.objective.num_terms(batches.data, batches.sequences(0))
     losses, gradients = [], []
     # What is compiled for the run is compiled with FP8 alone.
     with torch.compiler.set_stance("force_eager"):
         for in_fp8 in (False, True):
             with nullcontext() if in_fp8 else without_fp8(model):
-                done = compute_gradients(
-                    model,
-                    objective,
-                    batches,
-                    training,
-                    step=0,
-                    weight=1 / max(terms, 1),
-                    gang=gang,
-                    autocast=autocast,
-                    reduction=reduction,
-                )
+                done = compute_gradients(inputs, step=0, weight=1 / max(terms, 1))
             losses.append(done.loss)
             gradients.append([gradient.float().clone() for gradient in local_gradients(model)])
             model.zero_grad(set_to_none=True)
-    figures = _compared(losses, gradients, gang)
+    figures = _compared(losses, gradients, inputs.gang)
     told = f"the loss of the first batch differs by {figures.loss_difference:+.2%}, the gradients' cosine is {figures.cosine:.4f}"
     if not figures.passes:
         raise ConfigError(
@@ -97,7 +74,10 @@ def _compared(losses: list[torch.Tensor], gradients: list[list[torch.Tensor]], g
     else:
         length = math.sqrt(max(squares * squares_in_fp8, 0.0))
         cosine = dot / length if length else math.nan
-    return Fp8Figures(loss_difference=(loss_in_fp8 - loss) / loss if loss else math.nan, cosine=cosine)
+    difference = loss_in_fp8 - loss
+    if difference:
+        difference = difference / loss if loss else math.nan
+    return Fp8Figures(loss_difference=difference, cosine=cosine)
 
 
 def _dot(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:

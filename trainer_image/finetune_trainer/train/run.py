@@ -107,7 +107,15 @@ class _Loop:
         if is_ordered and gang.device.type == "cpu":
             # A product that threads share is added up in parts, as many as there are processors for a rank.
             torch.set_num_threads(1)
-        self.batches = one_step.StepBatches(self.data.train, training, gang, virtual)
+        self.inputs = one_step.StepInputs(
+            model=self.model.module,
+            objective=self.objective,
+            batches=one_step.StepBatches(self.data.train, training, gang, virtual),
+            training=training,
+            gang=gang,
+            autocast=self.model.autocast,
+            reduction=self.model.reduction,
+        )
         self.optimizer = build_optimizer(self.model.pieces, self.plan)
         self.checkpoints = Checkpoints(
             context,
@@ -158,35 +166,21 @@ class _Loop:
 
     def _check_fp8(self) -> None:
         self.heartbeat.begin("check of FP8", self.step)
-        check_fp8(
-            self.model.module,
-            self.objective,
-            self.batches,
-            self.plan.training,
-            gang=self.gang,
-            autocast=self.model.autocast,
-            reduction=self.model.reduction,
-        )
+        check_fp8(self.inputs)
         self.heartbeat.beat("check of FP8", self.step)
 
     def _step(self, observer: Observer) -> None:
-        training, evaluation = self.plan.training, self.plan.evaluation
-        rate = learning_rate(self.step, self.total, training)
+        evaluation = self.plan.evaluation
+        rate = learning_rate(self.step, self.total, self.plan.training)
         scale = (self.state.loss_scale or policy.FIRST_LOSS_SCALE) if self.model.scales_loss else None
         started = time.monotonic()
         with observer.during(Activity.STEPS):
             result = one_step.optimizer_step(
-                self.model.module,
+                self.inputs,
                 self.optimizer,
-                self.objective,
-                self.batches,
-                training,
                 step=self.step,
                 learning_rate=rate,
-                gang=self.gang,
-                autocast=self.model.autocast,
                 stop_requested=self.stop.requested,
-                reduction=self.model.reduction,
                 loss_scale=scale.factor if scale else policy.UNSCALED,
             )
         if scale:

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -75,42 +75,40 @@ class StepTotals:
     data_seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class StepInputs:
+    """What all steps of a run have in common."""
+
+    model: nn.Module
+    objective: Objective[Any, Any]
+    batches: StepBatches
+    training: TrainingPlan
+    gang: Gang
+    autocast: torch.dtype | None
+    reduction: Reduction = field(default_factory=Reduction)
+
+
 def optimizer_step(
-    model: nn.Module,
+    inputs: StepInputs,
     optimizer: torch.optim.Optimizer,
-    objective: Objective[Any, Any],
-    batches: StepBatches,
-    training: TrainingPlan,
     *,
     step: int,
     learning_rate: float,
-    gang: Gang,
-    autocast: torch.dtype | None,
     stop_requested: bool,
-    reduction: Reduction = Reduction(),  # noqa: B008 - it never changes
     loss_scale: float = UNSCALED,
 ) -> StepResult:
     """Do step `step` (counted from 0). Raises NonFiniteError on all ranks alike, before any weight is touched.
 
     `loss_scale`: if gradients overflow with it, they are computed again with half of it.
     """
+    model, batches, gang, max_norm = inputs.model, inputs.batches, inputs.gang, inputs.training.max_grad_norm
     clock = _Clock(gang.device)
-    terms = objective.num_terms(batches.data, batches.sequences(step))
+    terms = inputs.objective.num_terms(batches.data, batches.sequences(step))
     data_seconds, scale, is_ordered = 0.0, loss_scale, batches.virtual is not None
     # FSDP averages gradients over ranks; the global mean over terms needs their sum.
     num_averaged = 1 if is_ordered else gang.world_size
     while True:
-        done = compute_gradients(
-            model,
-            objective,
-            batches,
-            training,
-            step=step,
-            weight=scale * num_averaged / max(terms, 1),
-            gang=gang,
-            autocast=autocast,
-            reduction=reduction,
-        )
+        done = compute_gradients(inputs, step=step, weight=scale * num_averaged / max(terms, 1))
         data_seconds += done.data_seconds
         gradients = local_gradients(model)
         # The only place in a step where the host waits for the device.
@@ -133,7 +131,7 @@ def optimizer_step(
         scale = smaller
     if not (math.isfinite(mean_loss) and math.isfinite(norm)):
         raise NonFiniteError(f"step {step + 1}: loss is {mean_loss}, gradient norm is {norm}", NON_FINITE_HINT, step=step + 1)
-    factor = (training.max_grad_norm / norm if 0 < training.max_grad_norm < norm else 1.0) / scale
+    factor = (max_norm / norm if 0 < max_norm < norm else 1.0) / scale
     # A rank may hold no element of what is trained.
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
@@ -153,65 +151,33 @@ def optimizer_step(
     )
 
 
-def compute_gradients(
-    model: nn.Module,
-    objective: Objective[Any, Any],
-    batches: StepBatches,
-    training: TrainingPlan,
-    *,
-    step: int,
-    weight: float,
-    gang: Gang,
-    autocast: torch.dtype | None,
-    reduction: Reduction,
-) -> StepTotals:
+def compute_gradients(inputs: StepInputs, *, step: int, weight: float) -> StepTotals:
     """All forward and backward passes of a step; `weight`: of each term. The gradients are added to those that are there."""
-    passes = partial(
-        _passes,
-        model,
-        objective,
-        batches,
-        training=training,
-        step=step,
-        weight=weight,
-        gang=gang,
-        autocast=autocast,
-        reduction=reduction,
-    )
-    return passes() if batches.virtual is None else _ordered(passes, model, batches.virtual)
+    passes = partial(_passes, inputs, step=step, weight=weight)
+    virtual = inputs.batches.virtual
+    return passes() if virtual is None else _ordered(passes, inputs.model, virtual)
 
 
 def _passes(
-    model: nn.Module,
-    objective: Objective[Any, Any],
-    batches: StepBatches,
-    *,
-    training: TrainingPlan,
-    step: int,
-    weight: float,
-    gang: Gang,
-    autocast: torch.dtype | None,
-    reduction: Reduction,
-    rank: int | None = None,
-    number: int = 0,
-    ends_step: bool = True,
+    inputs: StepInputs, *, step: int, weight: float, rank: int | None = None, number: int = 0, ends_step: bool = True
 ) -> StepTotals:
     """Forward and backward for each micro-step; `weight`: of each term.
 
     rank, number: the virtual rank whose part this is, and its round; unset: the gang's own rank. ends_step: whether no round
     comes after this one.
     """
+    model, objective, training, gang = inputs.model, inputs.objective, inputs.training, inputs.gang
     done = StepTotals(torch.zeros((), dtype=torch.float64, device=gang.device))
     for micro_step in range(training.gradient_accumulation_steps):
-        batch, waited = batches.take(step, micro_step, number)
+        batch, waited = inputs.batches.take(step, micro_step, number)
         done.data_seconds += waited
         size = objective.size(batch)
         done.tokens += size.tokens
         done.squared_document_lengths += size.squared_document_lengths
         seed_forward_pass(training.seed, step, micro_step, gang.rank if rank is None else rank)
         is_last = ends_step and micro_step == training.gradient_accumulation_steps - 1
-        with reducing(model, reduction, is_last=is_last):
-            loss = objective.weighted_loss(model, batch, weight, gang.device, autocast)
+        with reducing(model, inputs.reduction, is_last=is_last):
+            loss = objective.weighted_loss(model, batch, weight, gang.device, inputs.autocast)
             torch.autograd.backward(loss)
         done.loss += loss.detach()
     return done

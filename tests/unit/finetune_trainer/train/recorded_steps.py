@@ -17,7 +17,7 @@ from finetune_trainer.model.objective import Objective, Split
 from finetune_trainer.model.sharded import build
 from finetune_trainer.objective.next_token import NextToken
 from finetune_trainer.ranks.gang import joined
-from finetune_trainer.train.step import StepBatches, optimizer_step
+from finetune_trainer.train.step import StepBatches, StepInputs, optimizer_step
 from tests.support.forked_ranks import run_processes
 from tests.support.small_gang import whole
 
@@ -92,12 +92,8 @@ def _run_rank(
         model = build(context.plan, context.base_model, gang, objective)
         optimizer = RecordingDescent(model.pieces, rate)
         batches = StepBatches(data, training, gang)
+        inputs = StepInputs(model.module, objective, batches, training, gang, model.autocast, model.reduction)
         losses = [
-            optimizer_step(
-                model.module, optimizer, objective, batches, training,
-                step=step, learning_rate=rate, gang=gang, autocast=model.autocast, stop_requested=False,
-                reduction=model.reduction,
-            ).loss
-            for step in range(steps)
-        ]  # fmt: skip
+            optimizer_step(inputs, optimizer, step=step, learning_rate=rate, stop_requested=False).loss for step in range(steps)
+        ]
         torch.save((losses, optimizer.recorded), directory / f"{rank}.pt")

@@ -17,12 +17,11 @@ from finetune_trainer.errors import ConfigError
 from finetune_trainer.model import fp8_products
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.fp8_products import install_fp8
-from finetune_trainer.model.fsdp_versions import Reduction
 from finetune_trainer.objective.next_token import NextToken
 from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.train import fp8_gate
 from finetune_trainer.train.fp8_gate import Fp8Figures, check_fp8
-from finetune_trainer.train.step import StepBatches
+from finetune_trainer.train.step import StepBatches, StepInputs, StepTotals
 from tests.support.forked_ranks import Disturbance, run_gang, wrap
 from tests.support.tiny_model import plan_of, run_context, tiny_spec, write_tiny_llama, write_tiny_prepared
 
@@ -48,7 +47,7 @@ def checked(tmp_path: Path) -> Any:
     batches = StepBatches(PreparedData.open(tmp_path / "prepared").train, plan.training, ALONE)
 
     def check() -> Fp8Figures:
-        return check_fp8(model, objective, batches, plan.training, gang=ALONE, autocast=torch.bfloat16, reduction=Reduction())
+        return check_fp8(StepInputs(model, objective, batches, plan.training, ALONE, autocast=torch.bfloat16))
 
     return check, model
 
@@ -130,6 +129,17 @@ def test_gradients_of_no_length_are_alike_only_if_both_have_none(checked: Any, m
     in_turn = iter(([torch.ones(3)], [torch.zeros(3)]))
     monkeypatch.setattr(fp8_gate, "local_gradients", lambda _model: next(in_turn))
     with pytest.raises(ConfigError):
+        check()
+
+
+def test_a_batch_in_which_nothing_is_learnt_passes_unless_fp8_alone_loses_something(
+    checked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, _ = checked
+    in_turn = iter((0.0, 0.0, 0.0, 1.0))
+    monkeypatch.setattr(fp8_gate, "compute_gradients", lambda *_, **__: StepTotals(torch.tensor(next(in_turn))))
+    assert check() == Fp8Figures(loss_difference=0.0, cosine=1.0)
+    with pytest.raises(ConfigError, match=r"differs by [+]nan%"):
         check()
 
 

@@ -30,7 +30,7 @@ from finetune_trainer.train.policy import (
     halved_loss_scale,
     next_loss_scale,
 )
-from finetune_trainer.train.step import StepBatches, optimizer_step
+from finetune_trainer.train.step import StepBatches, StepInputs, optimizer_step
 from tests.support.forked_ranks import Fault, run_gang, trained_files, wrap
 from tests.support.tiny_model import plan_of, run_context, tiny_spec
 
@@ -109,19 +109,9 @@ class Step:
         optimizer.register_step_pre_hook(
             lambda *_: self.gradients.update({piece.name: piece.holder.grad.clone() for piece in model.pieces})
         )
-        return optimizer_step(
-            model.module,
-            optimizer,
-            NextToken(),
-            StepBatches(self.data.train, self.plan.training, ALONE),
-            self.plan.training,
-            step=0,
-            learning_rate=0.0,
-            gang=ALONE,
-            autocast=model.autocast,
-            stop_requested=False,
-            loss_scale=factor,
-        )
+        batches = StepBatches(self.data.train, self.plan.training, ALONE)
+        inputs = StepInputs(model.module, NextToken(), batches, self.plan.training, ALONE, model.autocast)
+        return optimizer_step(inputs, optimizer, step=0, learning_rate=0.0, stop_requested=False, loss_scale=factor)
 
 
 def test_small_gradients_are_there_and_as_large_as_in_float32(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from finetune_trainer.observe.steps import StepResult
 from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.train.batches import global_batch
 from finetune_trainer.train.optimizers import build_optimizer
-from finetune_trainer.train.step import StepBatches, held_out_loss, optimizer_step
+from finetune_trainer.train.step import StepBatches, StepInputs, held_out_loss, optimizer_step
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama, write_tiny_prepared
 
 ALONE = Gang(0, 1, 0, torch.device("cpu"), None)
@@ -68,19 +68,8 @@ def first_step(
     loss_scale: float = 1.0,
 ) -> StepResult:
     """Of one rank, in the type that the model has."""
-    return optimizer_step(
-        model,
-        optimizer,
-        NextToken(),
-        StepBatches(data.train, training, ALONE),
-        training,
-        step=0,
-        learning_rate=learning_rate,
-        gang=ALONE,
-        autocast=None,
-        stop_requested=False,
-        loss_scale=loss_scale,
-    )
+    inputs = StepInputs(model, NextToken(), StepBatches(data.train, training, ALONE), training, ALONE, autocast=None)
+    return optimizer_step(inputs, optimizer, step=0, learning_rate=learning_rate, stop_requested=False, loss_scale=loss_scale)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])

@@ -26,7 +26,7 @@ from finetune_trainer.objective import next_token
 from finetune_trainer.objective.next_token import NextToken
 from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.train.optimizers import build_optimizer
-from finetune_trainer.train.step import StepBatches, optimizer_step
+from finetune_trainer.train.step import StepBatches, StepInputs, optimizer_step
 from tests.support.tiny_model import plan_of, prepared_split, tiny_spec, write_tiny_llama
 
 WAITS = {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "nonzero", "unique"}
@@ -107,12 +107,10 @@ def waits_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
         optimizer = build_optimizer(trained.pieces, plan)
         split = PreparedSplit.of(prepared_split(8, 1), pad_token_id=256)
         batches = StepBatches(split, plan.training, gang)
+        inputs = StepInputs(trained.module, objective, batches, plan.training, gang, autocast=None)
 
         def step(number: int) -> None:
-            optimizer_step(
-                trained.module, optimizer, objective, batches, plan.training, step=number, learning_rate=1e-3, gang=gang,
-                autocast=None, stop_requested=False,
-            )  # fmt: skip
+            optimizer_step(inputs, optimizer, step=number, learning_rate=1e-3, stop_requested=False)
 
         step(0)
         waits.put(*trained.module.parameters(), *trained.module.buffers())
