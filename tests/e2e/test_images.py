@@ -30,8 +30,9 @@ from finetune_job.plan.run_plan import JobIdentity
 from tests.support.cluster.cache import cache_root
 from tests.support.documented import blocks_of
 from tests.support.images import Image, ImageError, build, locks, rebuilt_manifest
-from tests.support.images.base import KINDS, base_archive, package_sources
+from tests.support.images.base import KINDS, SNAPSHOT_VARIABLE, base_archive, package_sources
 from tests.support.images.buildah import Storage, imported
+from tests.support.images.snapshot_archive import snapshot_archive
 from tests.support.images.sources import REPOSITORY, SOURCES, Sources
 from tests.support.images.store import find_image
 from tests.support.images.wheelhouse import wheelhouse
@@ -144,13 +145,16 @@ def test_bill_of_materials_lists_every_package(mounted: _Mounted) -> None:
     references = [component["bom-ref"] for component in bill["components"]]
     assert len(set(references)) == len(references)
     assert {entry["ref"] for entry in bill["dependencies"]} <= {*references, bill["metadata"]["component"]["bom-ref"]}
-    listed = {component["purl"] for component in bill["components"]}
+    listed = {component["purl"] for component in bill["components"] if "purl" in component}
     for name, version in _installed(mounted).items():
         assert f"pkg:pypi/{name}@{quote(version)}" in listed
     installed = _debian_packages(mounted.root / "var/lib/dpkg/status")
-    assert {"python3.11-minimal", "tini", "libc6"} <= {name for name, _, _ in installed}
+    assert {"python3.11-minimal", "tini", "libc6"} <= {name for name, _, _, _ in installed}
     found = {unquote(purl) for purl in listed if purl.startswith("pkg:deb/debian/")}
-    assert found == {f"pkg:deb/debian/{name}@{version}?arch={architecture}" for name, version, architecture in installed}
+    assert found == {
+        f"pkg:deb/debian/{name}@{version}?arch={architecture}&distro=debian-12" + (f"&upstream={source}" if source else "")
+        for name, version, architecture, source in installed
+    }
     tools = {re.split("[@/]", purl)[2] for purl in listed if purl.startswith("pkg:pypi/")} & {
         "cyclonedx-bom",
         "lxml",
@@ -158,6 +162,14 @@ def test_bill_of_materials_lists_every_package(mounted: _Mounted) -> None:
         "uv",
     }
     assert tools == set()
+
+
+def test_bill_of_materials_names_what_advisories_of_debian_are_about(mounted: _Mounted) -> None:
+    components = json.loads((mounted.root / _BILL).read_text())["components"]
+    systems = [(each["name"], each["version"]) for each in components if each["type"] == "operating-system"]
+    assert systems == [("debian", "12")]
+    of_glibc = [each["purl"] for each in components if each["name"] == "libc6"]
+    assert [re.sub(r"@.*arch=\w+", "", purl) for purl in of_glibc] == ["pkg:deb/debian/libc6&distro=debian-12&upstream=glibc"]
 
 
 def _installed(mounted: _Mounted) -> dict[str, str]:
@@ -169,13 +181,18 @@ def _installed(mounted: _Mounted) -> dict[str, str]:
     return installed
 
 
-def _debian_packages(status: Path) -> set[tuple[str, str, str]]:
-    """Name, version and architecture of each package that dpkg's list calls installed."""
+def _debian_packages(status: Path) -> set[tuple[str, str, str, str]]:
+    """Name, version, architecture and source of each package that dpkg's list calls installed.
+
+    Source: empty where it has the package's name; "name@version" where its version is another one.
+    """
     found = set()
     for paragraph in status.read_text().split("\n\n"):
         fields = dict(re.findall(r"^(\S+): (.*)$", paragraph, re.MULTILINE))
         if fields.get("Status", "").endswith(" installed"):
-            found.add((fields["Package"], fields["Version"], fields["Architecture"]))
+            source, _, version = fields.get("Source", "").partition(" ")
+            written = f"{source}@{version.strip('()')}" if version else source
+            found.add((fields["Package"], fields["Version"], fields["Architecture"], written))
     return found
 
 
@@ -282,6 +299,22 @@ def test_snapshot_of_debian_stands_in_every_source() -> None:
         "deb [check-valid-until=no] http://snapshot.debian.org/archive/debian/20261101T000000Z bookworm-updates main",
         "deb [check-valid-until=no] http://snapshot.debian.org/archive/debian-security/20261101T000000Z bookworm-security main",
     ]
+
+
+@pytest.mark.nightly
+def test_base_is_made_of_a_snapshot_of_debian_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    time = "20261101T000000Z"
+    monkeypatch.setenv(SNAPSHOT_VARIABLE, time)
+    with snapshot_archive(time) as archive:
+        monkeypatch.setenv("http_proxy", archive.address)
+        made = base_archive(tmp_path)
+    assert archive.refused == []
+    # All packages came from there: the mirrors were asked for none.
+    packages = [address for address in archive.served if address.endswith(".deb")]
+    with tarfile.open(made) as base:
+        status = base.extractfile("./var/lib/dpkg/status")
+        assert status is not None
+        assert len(packages) == status.read().count(b" ok installed\n") > 0
 
 
 def test_image_holds_our_packages_and_nothing_else_of_the_tree(mounted: _Mounted) -> None:

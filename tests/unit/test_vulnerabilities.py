@@ -27,11 +27,20 @@ def test_every_statement_is_about_a_locked_version() -> None:
     locked = {f"pkg:oci/{one.name}": pinned_versions(one.requirements.read_text()) for one in SOURCES.values()}
     for statement in STATEMENTS:
         for product in statement["products"]:
-            for component in product["subcomponents"]:
+            for component in product.get("subcomponents", []):
                 name, version = component["@id"].removeprefix("pkg:pypi/").split("@")
                 assert locked[product["@id"]][name] == version, (
                     f"{statement['vulnerability']['name']}: judge it for the new version"
                 )
+
+
+def test_every_statement_names_its_package_in_the_image_and_by_itself() -> None:
+    """A scan of an image looks for the image, one of a bill for the package."""
+    for statement in STATEMENTS:
+        images = [product for product in statement["products"] if product["@id"].startswith("pkg:oci/")]
+        components = {component["@id"] for image in images for component in image["subcomponents"]}
+        alone = {product["@id"] for product in statement["products"] if product not in images}
+        assert components == alone != set()
 
 
 def test_every_statement_gives_a_reason_that_scanners_know() -> None:

@@ -135,6 +135,14 @@ _KREW = _Module(
     flags=(*_QUICK, "-ldflags", "-s -w"),
 )
 """Only for a test of the night."""
+_GRYPE = _Module(
+    name="grype-bin",
+    sources=_GO_SOURCES / "grype",
+    packages=("github.com/anchore/grype/cmd/grype", "./advisories"),
+    programs=("grype", "advisories"),
+    flags=(*_QUICK, "-ldflags", "-s -w"),
+)
+"""Only for a test of the night."""
 _PROMETHEUS = _Module(
     name="prometheus-bin",
     sources=_GO_SOURCES / "prometheus",
@@ -210,6 +218,12 @@ def ensure_krew() -> tuple[Path, Path]:
     """Return Krew and the program by which its index judges manifests, built if the cache lacks them. Raises BuildError."""
     _ensure_built((_KREW,))
     return _KREW.directory() / "krew", _KREW.directory() / "validate-krew-manifest"
+
+
+def ensure_grype() -> tuple[Path, Path]:
+    """Return the scanner, and the program that writes databases for it, built if the cache lacks them. Raises BuildError."""
+    _ensure_built((_GRYPE,))
+    return _GRYPE.directory() / "grype", _GRYPE.directory() / "advisories"
 
 
 def _ensure_built(modules: Sequence[_Module]) -> None:
