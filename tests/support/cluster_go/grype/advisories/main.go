@@ -64,7 +64,7 @@ func affected(each advisory) *v6.AffectedPackageHandle {
 	var system *v6.OperatingSystem
 	if each.Ecosystem == "deb" {
 		provider = &v6.Provider{ID: "debian", Version: "1"}
-		system = &v6.OperatingSystem{Name: "debian", ReleaseID: "debian", MajorVersion: "12"}
+		system = &v6.OperatingSystem{Name: "debian", ReleaseID: "debian", MajorVersion: "12", Codename: "bookworm"}
 	}
 	return &v6.AffectedPackageHandle{
 		Vulnerability: &v6.VulnerabilityHandle{
