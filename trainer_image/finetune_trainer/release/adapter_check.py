@@ -1,7 +1,8 @@
-"""Checks the trained adapter before it is published: it is what was trained, PEFT finds its base, and whether vLLM serves it.
+"""Checks the trained adapter before it is published: it is what was trained, PEFT finds its base, and which engines serve it.
 
 Checked on headers and settings: its bytes are proven by their digests, and its values were finite when they were written. The
-rules of serving are vLLM's, read in 0.22 (vllm/lora/peft_helper.py, lora_model.py, utils.py, vllm/config/lora.py).
+rules are those of vLLM, read in 0.22 to 0.33 (vllm/lora/peft_helper.py, lora_model.py, model_manager.py, utils.py,
+vllm/config/lora.py), and of llama.cpp (convert_lora_to_gguf.py, src/llama-adapter.h).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ class ServingReport:
     """What --max-lora-rank must be at least; None where it does not load."""
     notes: tuple[str, ...] = ()
     """What it depends on besides."""
+    is_for_llama_cpp: bool = False
+    """Whether llama.cpp's script converts it into a file that computes what was trained."""
 
     @property
     def is_served(self) -> bool:
@@ -95,14 +98,15 @@ def serving_report(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, 
     if settings.get("peft_type") != "LORA":
         return ServingReport((f"it takes LoRA alone, and this is {settings.get('peft_type')}",), None)
     ranks = _ranks(shapes)
-    reasons = [*_features(settings), *_names(shapes), *_scaling(settings, ranks)]
-    largest = max((*ranks.values(), settings.get("r", 0)))
+    reasons = [*_features(settings), *_names(shapes)]
+    is_for_llama_cpp = not reasons and _is_scaled_by_own_ranks(settings, ranks)
+    largest = max((*ranks.values(), *(settings.get("rank_pattern") or {}).values(), settings.get("r", 0)))
     needed = next((rank for rank in VLLM_RANKS if rank >= largest), None)
     if needed is None:
         reasons.append(f"its rank is {largest}, and the highest --max-lora-rank is {VLLM_RANKS[-1]}")
     if reasons:
-        return ServingReport(tuple(reasons), None)
-    return ServingReport((), needed, tuple(_notes(shapes)))
+        return ServingReport(tuple(reasons), None, is_for_llama_cpp=is_for_llama_cpp)
+    return ServingReport((), needed, (*_notes(shapes), *_scaling(settings, ranks)), is_for_llama_cpp)
 
 
 def _features(settings: Mapping[str, Any]) -> list[str]:
@@ -113,6 +117,11 @@ def _features(settings: Mapping[str, Any]) -> list[str]:
         found.append(f"it replaces no whole modules, and modules_to_save names {', '.join(settings['modules_to_save'])}")
     if settings.get("bias", "none") != "none":
         found.append(f"it takes no biases, and bias is {settings['bias']}")
+    if parameters := settings.get("target_parameters"):
+        # For joined weights of experts vLLM guesses their layout in models of which it does not know it; llama.cpp's script finds
+        # no layer of that name.
+        named = ", ".join(parameters)
+        found.append(f"what it makes of adapters of parameters depends on the model, and target_parameters names {named}")
     return found
 
 
@@ -140,18 +149,29 @@ def _ranks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 
 
 def _scaling(settings: Mapping[str, Any], ranks: Mapping[str, int]) -> list[str]:
-    """It scales every module by lora_alpha and r of the settings, whatever the patterns say."""
-    if not settings.get("rank_pattern") and not settings.get("alpha_pattern"):
-        return []
-    rank = settings["r"]
-    root = math.sqrt if settings.get("use_rslora") else float
-    common = settings["lora_alpha"] / root(rank)
-    for module, own in ranks.items():
-        alpha = _first_match(settings.get("alpha_pattern") or {}, module, settings["lora_alpha"])
-        if not math.isclose(alpha / root(own), common):
-            own_scale = f"rank_pattern or alpha_pattern make it {alpha / root(own):g} for {module}"
-            return [f"it scales all modules by {common:g}, and {own_scale}"]
+    """Until 0.31 vLLM scaled every module by lora_alpha and r of the settings, whatever the patterns say."""
+    common = settings["lora_alpha"] / _root(settings)(settings["r"])
+    for module, scale in _scales(settings, ranks).items():
+        if not math.isclose(scale, common):
+            told = f"rank_pattern or alpha_pattern make the scale {scale:g} for {module} and {common:g} elsewhere"
+            return [f"{told}: take vLLM 0.32 or later"]
     return []
+
+
+def _is_scaled_by_own_ranks(settings: Mapping[str, Any], ranks: Mapping[str, int]) -> bool:
+    """llama.cpp scales every module by lora_alpha over the module's rank; its files say nothing else."""
+    scales = _scales(settings, ranks)
+    return all(math.isclose(scale, settings["lora_alpha"] / ranks[module]) for module, scale in scales.items())
+
+
+def _scales(settings: Mapping[str, Any], ranks: Mapping[str, int]) -> dict[str, float]:
+    """By module, what PEFT multiplies the product of its factors by."""
+    alphas, root = settings.get("alpha_pattern") or {}, _root(settings)
+    return {module: _first_match(alphas, module, settings["lora_alpha"]) / root(rank) for module, rank in ranks.items()}
+
+
+def _root(settings: Mapping[str, Any]) -> Callable[[float], float]:
+    return math.sqrt if settings.get("use_rslora") else float
 
 
 def _first_match(pattern: Mapping[str, int], module: str, otherwise: int) -> int:

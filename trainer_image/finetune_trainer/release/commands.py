@@ -76,8 +76,8 @@ def convert_merged(facts: RunFacts) -> str:
 
 
 def convert_adapter(facts: RunFacts) -> str | None:
-    """The adapter for llama.cpp's --lora, with a copy of the base in ./base; None if it is more than LoRA's factors."""
-    if facts.serving is None or not facts.serving.is_served:
+    """The adapter for llama.cpp's --lora, with a copy of the base in ./base; None if it would compute something else there."""
+    if facts.serving is None or not facts.serving.is_for_llama_cpp:
         return None
     outfile = quoted(f"{facts.plan.job.name}-lora.gguf")
     return f"python convert_lora_to_gguf.py --base ./base {quoted(local_directory(facts, ADAPTER))} --outfile {outfile}"

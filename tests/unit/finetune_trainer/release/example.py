@@ -73,7 +73,7 @@ class Example:
     def facts(self, serving: ServingReport | None = None) -> RunFacts:
         plan = self.context.plan
         if serving is None and plan.method.trains_adapter:
-            serving = ServingReport((), 16)
+            serving = ServingReport((), 16, is_for_llama_cpp=True)
         preflight = read_report(self.context.workspace.model_report)
         return run_facts(self.context, 10, preflight, VERIFIED if plan.merge.enabled else None, serving)
 

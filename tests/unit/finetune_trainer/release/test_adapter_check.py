@@ -34,6 +34,8 @@ LORA: dict[str, dict[str, Any]] = {
     },
     "high rank": {"type": "LoRA", "lora": {"r": 33}},
     "QLoRA": {"type": "QLoRA", "lora": {"r": 4}},
+    "ranks": {"type": "LoRA", "lora": {"r": 4, "rankPattern": {"q_proj": 9}}},
+    "alphas": {"type": "LoRA", "lora": {"r": 4, "alphaPattern": {"q_proj": 1}}},
 }
 NOT_SERVED: dict[str, tuple[dict[str, Any], str]] = {
     "DoRA": ({"type": "DoRA", "lora": {"r": 4}}, "DoRA"),
@@ -42,10 +44,28 @@ NOT_SERVED: dict[str, tuple[dict[str, Any], str]] = {
         "modules_to_save",
     ),
     "bias": ({"type": "LoRA", "lora": {"r": 4, "bias": "lora_only"}}, "bias"),
-    "ranks": ({"type": "LoRA", "lora": {"r": 4, "rankPattern": {"q_proj": 8}}}, "rank_pattern"),
-    "alphas": ({"type": "LoRA", "lora": {"r": 4, "alphaPattern": {"q_proj": 1}}}, "alpha_pattern"),
     "rank": ({"type": "LoRA", "lora": {"r": 600}}, "600"),
+    "parameters": (
+        {"type": "LoRA", "lora": {"r": 4, "targetModules": [], "targetParameters": ["q_proj.weight"]}},
+        "depends on the model, and target_parameters names q_proj.weight",
+    ),
 }
+FOR_LLAMA_CPP = {
+    "LoRA": True,
+    "rsLoRA": False,
+    "embedding": True,
+    "same scaling": False,
+    "high rank": True,
+    "QLoRA": True,
+    "DoRA": False,
+    "saved modules": False,
+    "bias": False,
+    "ranks": True,
+    "alphas": False,
+    "rank": True,
+    "parameters": False,
+}
+"""It multiplies by lora_alpha over each module's own rank. tests/e2e/test_llama_cpp.py asks it."""
 OTHERS = {
     kind.value: {"type": kind.value, "lora": None, "settings": SETTINGS.get(kind.value, {})} for kind in supported(Family.OTHER)
 }
@@ -105,11 +125,39 @@ def test_what_vllm_cannot_load_or_would_scale_wrongly_is_said(base, tmp_path, me
     assert report.max_lora_rank is None
 
 
-@pytest.mark.parametrize(("name", "rank"), [("LoRA", 8), ("same scaling", 8), ("high rank", 64), ("embedding", 8)])
+@pytest.mark.parametrize(
+    ("name", "rank"), [("LoRA", 8), ("same scaling", 8), ("high rank", 64), ("embedding", 8), ("ranks", 16), ("alphas", 8)]
+)
 def test_the_rank_that_vllm_has_to_be_started_with(base, tmp_path, name, rank):
     report = check_adapter(tmp_path, written(base, tmp_path, LORA[name]))
     assert report.text() == f"loads with --max-lora-rank {rank}"
     assert any("embedding" in note for note in report.notes) is (name == "embedding")
+
+
+@pytest.mark.parametrize(("name", "scale"), [("ranks", "0.888889"), ("alphas", "0.25"), ("same scaling", ""), ("rsLoRA", "")])
+def test_scales_that_differ_take_a_vllm_that_knows_them(base, tmp_path, name, scale):
+    notes = check_adapter(tmp_path, written(base, tmp_path, LORA[name])).notes
+    told = [note for note in notes if "take vLLM 0.32 or later" in note]
+    assert len(told) == bool(scale)
+    assert all(f"the scale {scale} for model.layers.0.self_attn.q_proj and 2 elsewhere" in note for note in told)
+
+
+def test_a_rank_of_a_pattern_that_no_module_has_counts_for_vllm():
+    shapes = {"base_model.model.q_proj.lora_A.weight": (4, 8), "base_model.model.q_proj.lora_B.weight": (8, 4)}
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "rank_pattern": {"k_proj": 100}}
+    assert serving_report(settings, shapes).max_lora_rank == 128
+
+
+@pytest.mark.parametrize(("name", "converts"), FOR_LLAMA_CPP.items())
+def test_what_llama_cpp_would_compute_otherwise_is_not_converted(base, tmp_path, name, converts):
+    method = LORA.get(name) or NOT_SERVED[name][0]
+    assert check_adapter(tmp_path, written(base, tmp_path, method)).is_for_llama_cpp is converts
+
+
+def test_a_scale_that_happens_to_be_that_of_the_rank_is_right_for_llama_cpp():
+    shapes = {"base_model.model.q_proj.lora_A.weight": (1, 8), "base_model.model.q_proj.lora_B.weight": (8, 1)}
+    settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 8, "use_rslora": True, "alpha_pattern": {"k_proj": 2}}
+    assert serving_report(settings, shapes).is_for_llama_cpp
 
 
 def test_vllm_parses_the_names_as_module_and_factor():

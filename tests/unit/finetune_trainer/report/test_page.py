@@ -221,6 +221,10 @@ def test_the_commands_are_those_of_what_was_published(tmp_path: Path, destinatio
     assert [line for _, line in commands(made.facts())] == lines
     unserved = made.facts(ServingReport(("it has no DoRA",), None))
     assert [line for _, line in commands(unserved)] == [line for line in lines if "lora" not in line]
+    of_llama_cpp_alone = made.facts(ServingReport(("its rank is 600",), None, is_for_llama_cpp=True))
+    assert [line for _, line in commands(of_llama_cpp_alone)] == [line for line in lines if "--lora-modules" not in line]
+    of_vllm_alone = made.facts(ServingReport((), 16))
+    assert [line for _, line in commands(of_vllm_alone)] == [line for line in lines if "convert_lora" not in line]
     assert "vLLM does not serve the adapter as it is: it has no DoRA." in Page(report_page(unserved, Timeline(), Samples())).text
 
 
