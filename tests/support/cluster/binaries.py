@@ -143,6 +143,14 @@ _GRYPE = _Module(
     flags=(*_QUICK, "-ldflags", "-s -w"),
 )
 """Only for a test of the night."""
+_ORAS = _Module(
+    name="oras-bin",
+    sources=_GO_SOURCES / "oras",
+    packages=("oras.land/oras/cmd/oras",),
+    programs=("oras",),
+    flags=(*_QUICK, "-ldflags", "-s -w"),
+)
+"""Only for a test of the night."""
 _PROMETHEUS = _Module(
     name="prometheus-bin",
     sources=_GO_SOURCES / "prometheus",
@@ -224,6 +232,12 @@ def ensure_grype() -> tuple[Path, Path]:
     """Return the scanner, and the program that writes databases for it, built if the cache lacks them. Raises BuildError."""
     _ensure_built((_GRYPE,))
     return _GRYPE.directory() / "grype", _GRYPE.directory() / "advisories"
+
+
+def ensure_oras() -> Path:
+    """Return the program by which people pull artifacts from registries, built if the cache lacks it. Raises BuildError."""
+    _ensure_built((_ORAS,))
+    return _ORAS.directory() / "oras"
 
 
 def _ensure_built(modules: Sequence[_Module]) -> None:

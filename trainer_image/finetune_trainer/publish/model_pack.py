@@ -26,6 +26,8 @@ WEIGHT_CONFIG_TYPE = "application/vnd.cncf.model.weight.config.v1.raw"
 DOC_TYPE = "application/vnd.cncf.model.doc.v1.raw"
 CODE_TYPE = "application/vnd.cncf.model.code.v1.raw"
 FILE_PATH = "org.cncf.model.filepath"
+TITLE = "org.opencontainers.image.title"
+"""By which `oras pull` names files; it leaves out layers that have none."""
 FACT_PREFIX = "dev.finetune."
 """Of the annotations that say where a model comes from."""
 _DOCS = frozenset({*BESIDE, CHECKSUMS, SIGNATURE})
@@ -88,7 +90,7 @@ def _layer(file: ReleaseFile) -> dict[str, Any]:
         "mediaType": media_type(file.name),
         "digest": f"sha256:{file.sha256}",
         "size": file.size,
-        "annotations": {FILE_PATH: file.name},
+        "annotations": {FILE_PATH: file.name, TITLE: file.name},
     }
 
 

@@ -42,5 +42,8 @@ def test_equal_releases_are_equal_artifacts(tmp_path):
     assert manifest["artifactType"] == "application/vnd.cncf.model.manifest.v1+json"
     assert manifest["config"]["mediaType"] == "application/vnd.cncf.model.config.v1+json"
     assert [layer["digest"] for layer in manifest["layers"]] == config["modelfs"]["diffIds"]
-    assert manifest["layers"][-1]["annotations"] == {"org.cncf.model.filepath": "SHA256SUMS"}
+    assert manifest["layers"][-1]["annotations"] == {
+        "org.cncf.model.filepath": "SHA256SUMS",
+        "org.opencontainers.image.title": "SHA256SUMS",
+    }
     assert manifest["annotations"]["dev.finetune.job"] == "team/tuned"
