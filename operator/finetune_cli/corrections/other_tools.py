@@ -27,6 +27,8 @@ class Equivalent:
 
 
 _Translate = Callable[[Any, Spec], Equivalent]
+_USUAL_STEPS = 100
+"""Between two checkpoints or evaluations, if it is not known how many there are."""
 
 
 def answer(name: str, value: Any, spec: Spec) -> Equivalent | None:
@@ -91,6 +93,15 @@ def _count(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1_000_000 else None
 
 
+def _share(value: Any) -> float | None:
+    """A number between 0 and 1, by which transformers means a part of all steps."""
+    try:
+        found = float(value) if isinstance(value, float | str) else 0.0
+    except ValueError:
+        return None
+    return found if 0 < found < 1 else None
+
+
 def _part(spec: Spec, name: str) -> Mapping[str, Any]:
     part = spec.get(name)
     return part if isinstance(part, Mapping) else {}
@@ -105,11 +116,31 @@ def _trackers(value: Any, _spec: Spec) -> Equivalent:
 
 
 def _warmup_steps(value: Any, spec: Spec) -> Equivalent:
-    total, steps = _count(_part(spec, "training").get("maxSteps")), _count(value)
-    share = f"{min(steps / total, 0.99):.3g}" if total and steps else "0.03"
+    total, steps, share = _total_steps(spec), _count(value), _share(value)
+    if share is not None or _is_off(value):
+        written = f"{share or 0:g}"
+        return Equivalent(f'write spec.training.warmupRatio: "{written}"', {"training.warmupRatio": written}, is_certain=True)
+    written = f"{min(steps / total, 0.99):.3g}" if total and steps else "0.03"
     return Equivalent(
-        f'write spec.training.warmupRatio: "{share}", a share of all steps', {"training.warmupRatio": share}, is_certain=False
+        f'write spec.training.warmupRatio: "{written}", a share of all steps', {"training.warmupRatio": written}, is_certain=False
     )
+
+
+def _every(path: str) -> _Translate:
+    """Another name for one of our numbers of steps, which transformers also takes as a share of all of them."""
+
+    def translate(value: Any, spec: Spec) -> Equivalent:
+        share, total = _share(value), _total_steps(spec)
+        if share is None:
+            return _same(path)(value, spec)
+        steps = max(round(share * total), 1) if total else _USUAL_STEPS
+        return Equivalent(f"write spec.{path}: {steps}, a number of steps and no share of them", {path: steps})
+
+    return translate
+
+
+def _total_steps(spec: Spec) -> int | None:
+    return _count(_part(spec, "training").get("maxSteps"))
 
 
 def _half(value: Any, _spec: Spec) -> Equivalent:
@@ -239,10 +270,10 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     (("report_to", "loggers", "logger", "log_with"), _trackers),
     (("use_wandb", "wandb", "wandb_project"), lambda value, spec: _trackers([] if _is_off(value) else "wandb", spec)),
     (("logging_steps", "logging_strategy", "logging_first_step"), _not_here("every step is logged")),
-    (("save_steps", "checkpoint_steps"), _same("checkpoint.everySteps")),
+    (("save_steps", "checkpoint_steps"), _every("checkpoint.everySteps")),
     (("save_total_limit", "keep_checkpoints"), _same("checkpoint.keep")),
     (("save_strategy", "saves_per_epoch"), _not_here("spec.checkpoint.everySteps says how often is saved")),
-    (("eval_steps", "evaluation_steps"), _same("evaluation.everySteps")),
+    (("eval_steps", "evaluation_steps"), _every("evaluation.everySteps")),
     (("eval_strategy", "evaluation_strategy", "do_eval", "evals_per_epoch"), _not_here(
         "spec.evaluation.everySteps says how often is evaluated")),
     (("per_device_eval_batch_size", "eval_batch_size"), _not_here("evaluation takes spec.training.microBatchSize")),
