@@ -1,4 +1,4 @@
-"""The line of report and model card that copies published results, run as written with oras and with AWS's own client."""
+"""The line of report and model card that copies published results, run as written with the programs of the Hub, oras and AWS."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from finetune_trainer.release.commands import copy_command
 from finetune_trainer.release.files import CHECKSUMS
 from tests.support.cluster.binaries import ensure_binaries, ensure_oras
 from tests.support.finished_run import finished_run, publish_arguments, published_files
+from tests.support.hub import running_hub
 from tests.support.registry import running_registry
 from tests.support.s3 import REGION, running_s3
 from tests.unit.finetune_trainer.release.example import example
@@ -77,3 +78,19 @@ def test_the_client_of_aws_copies_what_is_in_a_bucket(tmp_path: Path) -> None:
         variables = {**server.environment(), "AWS_ENDPOINT_URL": server.address, "AWS_DEFAULT_REGION": REGION}
         found = copied(documented_line(address, tmp_path / "example"), tmp_path / "copy", programs, **variables)
     assert found == published_files(context)
+
+
+def test_the_client_of_the_hub_copies_both_repositories(tmp_path: Path) -> None:
+    """The Hub itself is played (tests/support/hub.py)."""
+    line = documented_line("hf://team/tuned", tmp_path / "example")
+    with running_hub() as hub:
+        hub.writes.tokens = {"hf_token"}
+        context = finished_run(tmp_path / "run", "hf://team/tuned", weight_bytes=LARGE, hub_endpoint=hub.address)
+        token = tmp_path / "run" / "credentials" / "hub" / "token"
+        token.parent.mkdir(parents=True)
+        token.write_text("hf_token")
+        published(context, tmp_path / "run")
+        variables = {"HF_ENDPOINT": hub.address, "HF_TOKEN": "hf_token", "HF_HOME": str(tmp_path / "home")}
+        found = copied(line, tmp_path / "copy", Path(sys.executable).parent, **variables, NO_PROXY="127.0.0.1")
+    weights = {name: content for name, content in published_files(context).items() if name.endswith(".safetensors")}
+    assert weights.items() <= found.items()

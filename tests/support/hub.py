@@ -310,7 +310,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.corrupt:
             body = body[:-1] + bytes([body[-1] ^ 1])
         if self.command == "HEAD":
-            self._send(status, b"", headers)
+            self._head(status, len(body), headers)
             return
         if fault is not None and fault.cut_after is not None:
             self._head(status, len(body), headers)
