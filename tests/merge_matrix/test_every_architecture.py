@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
@@ -19,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.pytorch_utils import Conv1D
 
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
+from finetune_trainer.model.load import reserve_parameters, without_values
 from finetune_trainer.weights.errors import UnsupportedBaseError
 
 pytestmark = pytest.mark.nightly
@@ -99,7 +101,27 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-@pytest.mark.parametrize("model_type", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - WITHOUT_TINY_MODEL))
+TYPES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - WITHOUT_TINY_MODEL)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_model_without_values_has_the_buffers_and_ties_of_one_that_is_initialised(model_type: str) -> None:
+    config, found = tiny(AutoConfig.for_model(model_type)), []
+    for context in (init_empty_weights(include_buffers=False), without_values(allow_remote_code=False)):
+        with context:
+            model = AutoModelForCausalLM.from_config(config)
+        reserve_parameters(model)
+        paths: dict[int, set[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            paths.setdefault(id(parameter), set()).add(name)
+        found.append((dict(model.named_buffers()), sorted(map(sorted, paths.values()))))
+    (buffers, ties), (others, other_ties) = found
+    assert ties == other_ties
+    assert buffers.keys() == others.keys()
+    assert [name for name in buffers if not torch.equal(buffers[name].nan_to_num(), others[name].nan_to_num())] == []
+
+
+@pytest.mark.parametrize("model_type", TYPES)
 def test_merge_has_the_bits_of_pefts(model_type: str, tmp_path: Path) -> None:
     config = tiny(AutoConfig.for_model(model_type))
     with torch.device("meta"):

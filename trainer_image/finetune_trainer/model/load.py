@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import AutoHfQuantizer
 
@@ -93,7 +95,7 @@ def build_with_lazy_zeros(plan: RunPlan, directory: Path) -> PreTrainedModel:
     """The model's structure on the CPU: parameters of zeros that take no room, and computed buffers."""
     config = load_config(plan, directory)
     dtype = resolve_dtypes(plan, stored_dtype(directory)).load
-    with init_empty_weights(include_buffers=False):
+    with without_values(allow_remote_code=plan.model.allow_remote_code):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config,
             dtype=dtype,
@@ -102,6 +104,17 @@ def build_with_lazy_zeros(plan: RunPlan, directory: Path) -> PreTrainedModel:
         )
     reserve_parameters(model)
     return model
+
+
+@contextmanager
+def without_values(*, allow_remote_code: bool) -> Iterator[None]:
+    """While models are built: parameters go to the meta device and are not initialised, buffers are computed as ever.
+
+    To draw random values that are not there takes half of the time of building. A model of the library computes its buffers
+    while it is made; code of others might do so where it initialises parameters.
+    """
+    with init_empty_weights(include_buffers=False), nullcontext() if allow_remote_code else no_init_weights():
+        yield
 
 
 def reserve_parameters(model: PreTrainedModel) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate import init_empty_weights
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
@@ -21,7 +20,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from finetune_job.methods import METHODS
-from finetune_trainer.model.load import reserve_parameters
+from finetune_trainer.model.load import reserve_parameters, without_values
 from finetune_trainer.verify.stored_weights import StoredWeights
 from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, read_adapter, read_checkpoint, read_json
 from finetune_trainer.weights.rounding import READ_DTYPES
@@ -87,7 +86,7 @@ def element_types(directory: Path, *, allow_remote_code: bool = False) -> Elemen
     """
     loader = model_class(directory, allow_remote_code=allow_remote_code)
     config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
-    with init_empty_weights(include_buffers=False):
+    with without_values(allow_remote_code=allow_remote_code):
         built = loader.from_config(config, trust_remote_code=allow_remote_code)
     # In the order in which the library looks for the first one whose type is the model's, if config.json names none.
     tensors = sorted(read_checkpoint(directory).tensors.values(), key=lambda header: (header.file, header.name))
@@ -122,7 +121,7 @@ def skeleton_model(
     config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
     if weights.num_rows is not None:
         config.get_text_config().vocab_size = weights.num_rows
-    with init_empty_weights(include_buffers=False):
+    with without_values(allow_remote_code=allow_remote_code):
         base: PreTrainedModel = loader.from_config(config, dtype=types.of_model, trust_remote_code=allow_remote_code)
     for name, parameter in base.named_parameters(remove_duplicate=False):
         if parameter.dtype is not types.of_parameters[name]:

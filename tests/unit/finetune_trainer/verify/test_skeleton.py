@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, T5Config
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config
 
+from finetune_trainer.model.load import without_values
 from finetune_trainer.verify.skeleton import element_types
 from tests.unit.finetune_trainer.merge import tiny
 
@@ -44,3 +45,16 @@ def test_what_the_library_holds_in_float32_is_known(tmp_path: Path) -> None:
     assert found.of_model is torch.float16
     wide = {name for name, dtype in found.of_parameters.items() if dtype is torch.float32}
     assert wide == {"encoder.block.0.layer.1.DenseReluDense.wo.weight", "decoder.block.0.layer.2.DenseReluDense.wo.weight"}
+
+
+def test_no_values_are_drawn_for_a_model_without_any_unless_its_code_is_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("values were drawn")
+
+    monkeypatch.setattr(torch.Tensor, "normal_", refuse)
+    with without_values(allow_remote_code=False):
+        model = AutoModelForCausalLM.from_config(tiny.llama())
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    with pytest.raises(AssertionError, match="values were drawn"), without_values(allow_remote_code=True):
+        AutoModelForCausalLM.from_config(tiny.llama())
