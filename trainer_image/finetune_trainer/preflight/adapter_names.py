@@ -1,4 +1,4 @@
-"""The names in the settings of an adapter, checked against the loaded model (module_names.py has the rules of matching).
+"""The names in the settings of an adapter, checked against the loaded model (name_matching.py has the rules of matching).
 
 Of architectures whose experts were linear layers once, PEFT turns the old names of these, and all-linear, into names of
 stacked parameters (peft.utils.transformers_weight_conversion). What it then adapts, leaves out and writes down is checked, too.
@@ -25,14 +25,12 @@ from finetune_trainer.model.adapters import REFUSALS, lora_config
 from finetune_trainer.preflight.adapted_modules import INSIDE_PEFT, name_in_base
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.preflight.module_names import (
-    LAYER,
-    pattern_matches,
-    targets,
     wrong_method_settings,
     wrong_module_names,
     wrong_parameters,
     wrong_token_indices,
 )
+from finetune_trainer.preflight.name_matching import LAYER, pattern_matches, targets
 
 ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 """Module classes that PEFT's LoRA layers can replace (peft.tuners.lora.model, dispatchers)."""

@@ -24,7 +24,7 @@ from finetune_job.plan.run_plan import MethodPlan
 from finetune_trainer.preflight.adapted_modules import INSIDE_PEFT, adapted_modules, adapter_settings, is_packed, name_in_base
 from finetune_trainer.preflight.experts import adapted_routers, experts_not_packed, experts_without_adapter
 from finetune_trainer.preflight.model_inspection import ModelInspection
-from finetune_trainer.preflight.module_names import PATTERNS, pattern_matches, targets
+from finetune_trainer.preflight.name_matching import PATTERNS, pattern_matches, targets
 
 
 def check_attached(seen: ModelInspection) -> list[Finding]:
