@@ -17,9 +17,9 @@ from typing import Any
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.run_plan import RunPlan
-from finetune_memory.activations import layer_names
 from finetune_memory.adapters import trained_parameters
 from finetune_memory.families import FAMILIES, base_parameters, layer_class
+from finetune_memory.layers import layer_names
 from finetune_memory.model_shape import Kind, ModelShape, ParameterShape, UnknownModelError, facts_of, text_config
 from finetune_memory.sharding import unit_names
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune_memory.activations import Layer, Norm
+from finetune_memory.layers import Layer, Norm
 from finetune_memory.model_shape import ArchitectureFacts
 
 

@@ -10,8 +10,9 @@ from finetune_job.api.training import ActivationCheckpointing, GradientReduction
 from finetune_job.plan.element_types import DTYPE_BYTES, Elements
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.sharding import ORDERED_VALUES_AT_ONCE, can_load_shards
-from finetune_memory.activations import Activations, Layer, TrainingPass, layer_activations, read_layers
+from finetune_memory.activations import Activations, TrainingPass, layer_activations
 from finetune_memory.adapters import quantised
+from finetune_memory.layers import Layer, read_layers
 from finetune_memory.loss import loss_bytes
 from finetune_memory.model_shape import LINEAR, ModelShape, ParameterShape, Workload
 from finetune_memory.optimizers import state_bytes

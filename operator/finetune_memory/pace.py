@@ -15,9 +15,9 @@ from finetune_job.api.inputs import Attention
 from finetune_job.api.training import ActivationCheckpointing, GradientReduction
 from finetune_job.plan.element_types import DTYPE_BYTES, Elements, resolve_elements
 from finetune_job.plan.run_plan import RunPlan
-from finetune_memory.activations import Layer, Linear, read_layers
 from finetune_memory.devices import ASSUMED, NETWORK_BYTES_PER_SECOND, Calibration, Device, device_of
 from finetune_memory.elementwise import operations
+from finetune_memory.layers import Layer, Linear, read_layers
 from finetune_memory.limit import MemoryLimit
 from finetune_memory.loss import head_of
 from finetune_memory.model_shape import LINEAR, ModelShape

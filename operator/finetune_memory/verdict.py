@@ -11,11 +11,11 @@ from finetune_job.finding import Finding
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.launch_plan import Placement
 from finetune_job.plan.run_plan import Choice, RunPlan
-from finetune_memory.activations import read_layers
 from finetune_memory.alternatives import MAX_RANKS_FACTOR, Alternative, Site, cheapest_fitting, demand_on_claim, leanest
 from finetune_memory.attention import choose_attention, trains_on_gpu, varlen_problem
 from finetune_memory.batches import Predict, choose_batches, choose_resharding
 from finetune_memory.estimate import Estimate, estimate
+from finetune_memory.layers import read_layers
 from finetune_memory.limit import MemoryLimit, format_bytes
 from finetune_memory.model_shape import LENGTH_MULTIPLE, ModelShape, Workload
 

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from decimal import ROUND_CEILING, Decimal, InvalidOperation
 from typing import Any
 
-from pydantic import BaseModel
-
 from finetune_cli.corrections.addresses import Use, likely_addresses, slug
-from finetune_cli.corrections.wrong_field import LONGEST_WORD, Proposal, WrongField, inner_model, model_at, nearest, path_text
+from finetune_cli.corrections.examples import example
+from finetune_cli.corrections.sizes import likely_sizes
+from finetune_cli.corrections.wrong_field import LONGEST_WORD, Proposal, WrongField, model_at, nearest, path_text
 from finetune_job.api.base import DESTINATION_PATTERN, SOURCE_PATTERN
-from finetune_job.names import API_VERSION
 from finetune_job.rules.outputs.settings import WRITE_TOKEN_SECRET
 from finetune_job.rules.rule import format_value
 from finetune_job.rules.sources import NO_COMMIT
@@ -49,54 +48,6 @@ def _set(wrong: WrongField, value: Any, *, is_certain: bool = False, note: str =
 
 
 # A field that is not there
-
-
-_EXAMPLES: dict[str, Any] = {
-    "FineTuneJob.apiVersion": API_VERSION,
-    "FineTuneProfile.apiVersion": API_VERSION,
-    "FineTuneJob.kind": "FineTuneJob",
-    "FineTuneProfile.kind": "FineTuneProfile",
-    "ObjectMeta.name": "tuned",
-    "FineTuneJobSpec.training": {"epochs": 1},
-    "FineTuneJobSpec.data": {"source": "pvc://data/train.jsonl"},
-    "FineTuneJobSpec.workspace": {"volumeClaimTemplate": {"storage": "100Gi"}},
-    "ModelSpec.source": "pvc://models/base",
-    "ValidationData.source": "pvc://data/held-out.jsonl",
-    "Dataset.source": "pvc://data/train.jsonl",
-    "DataSpec.source": "pvc://data/train.jsonl",
-    "OutputSpec.destination": "pvc://models-out/tuned",
-    "VolumeClaimTemplate.storage": "100Gi",
-    "TrainingSpec.epochs": 1,
-    "TrainingSpec.maxSteps": 100,
-    "WorkspaceSpec.claimName": "workspace",
-    "SecretKeyRef.name": "hub-token",
-    "SecretRef.name": "bucket-keys",
-    "FineTuneProfileSpec.trainerImage": "registry.example.com/finetune-trainer:latest",
-    "SecretReference.name": "registry-login",
-    "NetworkDestination.cidr": "10.0.0.0/16",
-    "CaBundle.configMap": "authorities",
-    "PodResourceClaim.name": "gpus",
-    "NodeCondition.type": "GpuXidError",
-    "LabelRequirement.key": "kubernetes.io/metadata.name",
-    "LabelRequirement.operator": "Exists",
-    "NetworkVariable.name": "NCCL_DEBUG",
-    "NetworkVariable.value": "WARN",
-}
-"""Of required fields, and of those without which a rule refuses the job, by model: values that are accepted as they are."""
-
-
-def example(model: type[BaseModel], alias: str) -> Any:
-    """A value of a required field; of a model, its own required fields. None: nobody can guess one."""
-    written = _EXAMPLES.get(f"{model.__name__}.{alias}")
-    if written is not None:
-        return written
-    inner = inner_model(model, alias)
-    if inner is None or not any(info.is_required() for info in model.model_fields.values() if info.alias == alias):
-        return None
-    needed = {
-        info.alias or name: example(inner, info.alias or name) for name, info in inner.model_fields.items() if info.is_required()
-    }
-    return None if None in needed.values() else needed
 
 
 def _missing(wrong: WrongField) -> Iterator[Proposal]:
@@ -205,7 +156,7 @@ def _pattern(wrong: WrongField) -> Iterator[Proposal]:
     elif "Gi" in pattern:
         yield from (
             _set(wrong, size, is_certain=sure, message="is not a size as this field takes it")
-            for size, sure in _sizes(text, fits)
+            for size, sure in likely_sizes(text, fits)
         )
     elif wrong.place[-1] == "revision":
         words = (
@@ -250,35 +201,6 @@ def _with_hub(wrong: WrongField, use: Use) -> tuple[tuple[tuple[tuple[int | str,
         return (), ""
     note = "a secretRef with a write token" if use == "output" else "a revision: the commit that the repository's page shows"
     return (((*wrong.place[:-1], name), value),), note
-
-
-_UNITS = {
-    "": "G",
-    "b": "",
-    **{
-        spelt: letter
-        for letter in "KMGT"
-        for spelt in (letter.lower(), f"{letter}b".lower(), f"{letter}i".lower(), f"{letter}ib".lower())
-    },
-}
-
-
-def _sizes(text: str, fits: Callable[[str], bool]) -> Iterator[tuple[str, bool]]:
-    """Sizes of the same number and about the same unit; certain if there was a unit at all."""
-    found = re.fullmatch(r"\s*([0-9]{1,10})(?:\.([0-9]{1,3}))?\s*([A-Za-z]{0,3})\s*", text)
-    if found is None or found[3].lower() not in _UNITS:
-        return
-    number, fraction, unit = int(found[1]), found[2] or "", _UNITS[found[3].lower()]
-    lower = {"T": "G", "G": "M", "M": "K"}.get(unit)
-    if fraction.strip("0"):
-        if lower is None:
-            return
-        number, unit = -(-1024 * int(found[1] + fraction) // 10 ** len(fraction)), lower
-        spelt = [f"{number}{unit}i"]
-    else:
-        binary, decimal = f"{number}{unit}i", [f"{number}{unit}B", f"{number}{unit}"]
-        spelt = [binary, *decimal] if "i" in found[3].lower() or not found[3] else [*decimal, binary]
-    yield from ((size, bool(found[3])) for size in spelt if fits(size))
 
 
 _LIMITS = {"greater_than_equal": "ge", "less_than_equal": "le", "greater_than": "gt", "less_than": "lt"}

@@ -14,9 +14,10 @@ from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec
 from finetune_job.chat_templates import TEMPLATES
 from finetune_job.layout import WorkspaceLayout
+from finetune_job.plan.choices import Choices
 from finetune_job.plan.launch_plan import FetchItem, FetchPlan, LaunchPlan, SecretKey
 from finetune_job.plan.mapping import OF_FORMAT, SEPARATOR, MappingPlan, makes_chats_of_pairs, mapped_fields
-from finetune_job.plan.run_plan import Choice, Choices, DataPlan, DatasetPlan
+from finetune_job.plan.run_plan import Choice, DataPlan, DatasetPlan
 
 TRAIN_SPLIT = "train"
 HELD_OUT_SPLITS = ("validation", "test")

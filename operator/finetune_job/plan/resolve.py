@@ -16,13 +16,13 @@ from finetune_job.api.pod_settings import PodSettings
 from finetune_job.api.profile import FineTuneProfileSpec, PublishSettings
 from finetune_job.layout import WorkspaceLayout
 from finetune_job.names import DEFAULT_PROFILE, workspace_claim_name, workspace_folder
+from finetune_job.plan.choices import Choices
 from finetune_job.plan.inputs import SourceLocations, base_model_name, data_plan, fetch_plan
 from finetune_job.plan.launch_plan import PlacedPods, Placement, PodPlacement, PublishPlan
 from finetune_job.plan.resolve_model import fsdp_plan, method_plan
 from finetune_job.plan.resolve_training import checkpoint_plan, evaluation_plan, training_plan
 from finetune_job.plan.run_plan import (
     ATTENTION_FIELD,
-    Choices,
     JobIdentity,
     MergePlanSettings,
     ModelPlan,

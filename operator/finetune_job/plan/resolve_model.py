@@ -10,9 +10,9 @@ from finetune_job.api.method import ALL_LINEAR, LoraSpec, MethodType, Quantizati
 from finetune_job.api.parallelism import AutoWrapPolicy, FsdpSpec, MixedPrecisionSpec
 from finetune_job.api.training import Precision
 from finetune_job.methods import METHODS, Family
+from finetune_job.plan.choices import Choices
 from finetune_job.plan.run_plan import (
     AdapterPlan,
-    Choices,
     FsdpPlan,
     LoraPlan,
     MethodPlan,

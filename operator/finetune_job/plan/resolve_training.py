@@ -6,11 +6,11 @@ from finetune_job.api.base import ClaimPath
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.method import MethodType
 from finetune_job.api.training import ActivationCheckpointing, EvaluationSpec, OptimizerName, Scheduler
+from finetune_job.plan.choices import Choices
 from finetune_job.plan.run_plan import (
     MICRO_BATCH_FIELD,
     RECOMPUTATION_FIELD,
     CheckpointPlan,
-    Choices,
     EarlyStoppingPlan,
     EvaluationPlan,
     TrainingPlan,

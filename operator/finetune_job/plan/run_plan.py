@@ -2,12 +2,12 @@
 
 Numbers that the spec writes as strings are floats here, because this is where they are used; JSON written by Python reads back
 to the same float. What only the model itself can tell (the layer classes to wrap) stays None and is resolved by preflight into
-its report. Defaults here are what the releases did that had no such field; `resolve` sets every field, and `Choices` records
+its report. Defaults here are what the releases did that had no such field; `resolve` sets every field, and choices.py records
 those that the user left open.
 """
 
 from collections.abc import Iterable
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from pydantic import model_validator
 
@@ -31,8 +31,6 @@ from finetune_job.plan.launch_plan import (
     claim_source,
 )
 from finetune_job.plan.mapping import UNMAPPED, MappingPlan
-
-T = TypeVar("T")
 
 
 class JobIdentity(PlanModel):
@@ -365,26 +363,6 @@ ATTENTION_FIELD = "spec.model.attention"
 RESHARDING_FIELD = "spec.parallelism.fsdp.reshardAfterForward"
 MICRO_BATCH_FIELD = "spec.training.microBatchSize"
 RECOMPUTATION_FIELD = "spec.training.activationCheckpointing"
-
-
-class Choices:
-    """Collects what was left open."""
-
-    def __init__(self) -> None:
-        self.made: list[Choice] = []
-
-    def pick(self, field: str, given: T | None, otherwise: T, reason: str) -> T:
-        if given is not None:
-            return given
-        self.made.append(Choice(field=f"spec.{field}", value=otherwise, reason=reason))
-        return otherwise
-
-    def leave(self, field: str, given: T | None, otherwise: T, reason: str) -> T:
-        """Leave a value to preflight. otherwise: what is taken if nobody can choose, as by a trainer of an earlier release."""
-        if given is not None:
-            return given
-        self.made.append(Choice(field=field, value=None, reason=reason))
-        return otherwise
 
 
 def optional_float(text: str | None) -> float | None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from finetune_cli.app import app
 from finetune_cli.checks.validate import validate
-from finetune_cli.corrections.proposals import example
+from finetune_cli.corrections.examples import example
 from finetune_cli.documents import read_documents
 from finetune_job.api.job import FineTuneJob, FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfile

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from finetune_job.plan.run_plan import RunPlan
-from finetune_memory.activations import layer_names
 from finetune_memory.adapters import trained_parameters
 from finetune_memory.estimate import Estimate
 from finetune_memory.families import base_parameters
+from finetune_memory.layers import layer_names
 from finetune_memory.limit import MemoryLimit
 from finetune_memory.model_shape import ModelShape, facts_of
 from finetune_memory.sharding import unit_names

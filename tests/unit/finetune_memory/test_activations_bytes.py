@@ -7,7 +7,8 @@ from typing import Any
 
 from finetune_job.api.inputs import Attention
 from finetune_job.plan.element_types import Elements
-from finetune_memory.activations import Activations, Layer, Linear, Norm, TrainingPass, layer_activations
+from finetune_memory.activations import Activations, TrainingPass, layer_activations
+from finetune_memory.layers import Layer, Linear, Norm
 from finetune_memory.model_shape import ParameterShape, Workload
 from tests.unit.finetune_memory.test_formulas import FACTS, PLAIN
 

@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune_job.api.inputs import Attention
 from finetune_job.plan.element_types import resolve_elements
-from finetune_memory.activations import TrainingPass, layer_activations, read_layers
+from finetune_memory.activations import TrainingPass, layer_activations
 from finetune_memory.adapters import trained_parameters
 from finetune_memory.estimate import estimate
 from finetune_memory.families import base_parameters
+from finetune_memory.layers import read_layers
 from finetune_memory.model_shape import ModelShape, Workload, facts_of
 from finetune_trainer.model import variable_length
 from finetune_trainer.model.adapters import attach

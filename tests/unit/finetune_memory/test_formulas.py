@@ -366,7 +366,7 @@ TINY = (
 
 
 def terms(job: JobBuilder, moment: str, *, on_gpu: bool = True) -> dict[str, int]:
-    from finetune_memory.activations import read_layers
+    from finetune_memory.layers import read_layers
 
     shape = ModelShape(TINY, (), FACTS)
     work = Workload(rows=1, length=8, has_mask=True, on_gpu=on_gpu)

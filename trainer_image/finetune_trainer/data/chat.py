@@ -3,62 +3,28 @@
 A span goes from behind the header of the assistant's turn (what the template adds to ask for an answer) to the end of the token
 that ends the turn. If the template marks what it generates, its marks are the spans. Otherwise the chat is rendered a second
 time with marks around each content (sentinels.py), since templates drop, trim and rewrite what they are given. What is not
-certain is a problem of the record, never a guess: training on wrong tokens is worse than stopping. Called by tokenize.py for
-records and by tokenizer.py for the template itself.
+certain is a problem of the record, never a guess: training on wrong tokens is worse than stopping. render_chat.py writes the
+text, template_probe.py says what a template puts around turns. Called by tokenize.py for records and by tokenizer.py for the
+template itself.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import takewhile
 from typing import Any
 
-from finetune_job.chat_templates import fitting_template
-from finetune_trainer.data.records import ASSISTANT, MAX_RECORD_BYTES, Message, called_name
+from finetune_trainer.data.records import ASSISTANT, Message, called_name
+from finetune_trainer.data.render_chat import ChatError, Span, render_chat
 from finetune_trainer.data.sentinels import SentinelError, SentinelPositions, read_sentinels, with_sentinels
 
-Tokenizer = Any
-"""transformers.PreTrainedTokenizerBase, not imported here because it takes seconds to load."""
-Span = tuple[int, int]
-"""[start, stop) in characters of the rendered text."""
 Turn = tuple[Span, ...]
 """What the assistant says in one turn, with the token that ends it; in more than one piece only where a template says so."""
 
-GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-"""The block by which a template says what the assistant generates; known to transformers' renderer alone."""
 OWN_TEMPLATE = (
     "write a spec.data.chatTemplate that surrounds what the assistant says with {% generation %} and {% endgeneration %}"
 )
-PROBE: tuple[Message, ...] = (
-    {"role": "user", "content": "first question"},
-    {"role": ASSISTANT, "content": "first answer"},
-    {"role": "user", "content": "second question"},
-    {"role": ASSISTANT, "content": "second answer"},
-)
-"""A chat that any template for chats can render."""
-
-
-class ChatError(ValueError):
-    """A chat cannot be rendered, or not be told apart into what is asked and what is answered."""
-
-    def __init__(self, key: str, reason: str, fix: str, changes: Mapping[str, str] | None = None) -> None:
-        super().__init__(f"{reason}; {fix}")
-        self.key = key
-        """Key of the record, empty where the template is at fault whatever the record."""
-        self.reason = reason
-        self.fix = fix
-        self.changes = changes or {}
-        """The fix as changes of the manifest, as in RecordProblem."""
-
-
-def endless_template_error(reason: str) -> ChatError:
-    """The template comes to no end: `reason` says within which bounds."""
-    fix = "set spec.data.chatTemplate to a template without loops within loops or huge texts, or remove the record"
-    return ChatError("messages", f"the chat template {reason} for this chat", fix)
 
 
 @dataclass(frozen=True)
@@ -71,7 +37,7 @@ class RenderedChat:
 
 @dataclass(frozen=True, eq=False)
 class ChatTemplate:
-    """A template together with what it was seen to write. Made by `chat_template`."""
+    """A template together with what it was seen to write. Made by `template_probe.chat_template`."""
 
     source: str
     variables: Mapping[str, Any]
@@ -90,7 +56,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The text of a chat. Raises ChatError where the template does."""
-        return _rendered(self.source, self.variables, messages, tools)[0]
+        return render_chat(self.source, self.variables, messages, tools)[0]
 
     def render_whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> RenderedChat:
         """The text alone, with every call of a tool in it. Raises ChatError."""
@@ -109,7 +75,7 @@ class ChatTemplate:
         numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         turns: tuple[Turn, ...]
         if self.tracks_generation:
-            text, pieces = _rendered(self.source, self.variables, messages, tools, track=True)
+            text, pieces = render_chat(self.source, self.variables, messages, tools, track=True)
             turns = self._tracked(pieces, text, len(numbers), self._stops_of(*(messages[number] for number in numbers)))
         else:
             text = self.render(messages, tools)
@@ -263,7 +229,7 @@ class ChatTemplate:
         if not asked:
             return -1
         try:
-            prompt = _rendered(self.source, self.variables, asked, tools, prompt=True)[0]
+            prompt = render_chat(self.source, self.variables, asked, tools, prompt=True)[0]
         except ChatError:
             return -1
         return len(prompt) if text.startswith(prompt) and earliest <= len(prompt) <= limit else -1
@@ -287,56 +253,6 @@ class ChatTemplate:
         if may_be_quoted and text[start:at].strip() and text.count(token, start, after) > 1:
             raise ChatError(key, "it is not certain where in the rendered text this turn of the assistant ends", OWN_TEMPLATE)
         return at + len(token)
-
-
-@lru_cache(maxsize=4)
-def chat_template(tokenizer: Tokenizer, source: str, stop_ids: tuple[int, ...] = ()) -> ChatTemplate:
-    """What `source` was seen to write for a plain chat. Raises ChatError, with an empty key, where it cannot be trained on.
-
-    stop_ids: tokens at which generation with the model stops.
-    """
-    if not tokenizer.is_fast:
-        fix = "put the tokenizer.json of the model next to its config.json"
-        raise ChatError("", "the tokenizer is a slow one, which does not tell which characters a token stands for", fix)
-    variables = dict(tokenizer.special_tokens_map)
-
-    def seen(messages: Sequence[Message], *, prompt: bool = False) -> SentinelPositions:
-        with_marks, first = with_sentinels(messages, "", None)
-        return read_sentinels(_rendered(source, variables, with_marks, (), prompt=prompt)[0], first, len(messages))
-
-    try:
-        whole, asked, prompted = seen(PROBE), seen(PROBE[:1]), seen(PROBE[:1], prompt=True)
-    except ChatError as error:
-        raise ChatError("", error.reason, error.fix) from error
-    places = [*whole.opened, *whole.closed, asked.closed[0], prompted.closed[0]]
-    if any(len(place) != 1 for place in places):
-        raise ChatError("", "the template does not write each turn of a plain chat once", "write a spec.data.chatTemplate")
-    tails = whole.text[whole.closed[1][0] : whole.opened[2][0]], whole.text[whole.closed[3][0] :]
-    first_stop, last_stop = (_stop_token(tokenizer, tail) for tail in tails)
-    if first_stop is None or last_stop is None:
-        tail = tails[0] if first_stop is None else tails[1]
-        raise ChatError(
-            "",
-            f"the template writes {tail[:40]!r} after what the assistant says, which does not begin with a special token of the "
-            "tokenizer, so the model could not learn to stop",
-            f"write a spec.data.chatTemplate that ends each turn of the assistant with {tokenizer.eos_token!r}",
-        )
-    stops = {token: tokenizer.convert_tokens_to_ids(token) for token in (first_stop, last_stop)}
-    added = {
-        number: tokenizer.added_tokens_decoder[number].content for number in stop_ids if number in tokenizer.added_tokens_decoder
-    }
-    asked_text, prompted_text = asked.text[asked.closed[0][0] :], prompted.text[prompted.closed[0][0] :]
-    gaps = [whole.text[whole.closed[number][0] : whole.opened[number + 1][0]] for number in (2, 0)]
-    return ChatTemplate(
-        source=source,
-        variables=variables,
-        tracks_generation=bool(GENERATION.search(source)),
-        asking=prompted_text,
-        asks=prompted_text != asked_text,
-        headers=_headers(tokenizer, asked_text, prompted_text, gaps),
-        stops=stops,
-        call_stops={token: number for number, token in added.items() if token.strip() and token not in stops},
-    )
 
 
 def check_calls(number: int, message: Message, said: str) -> None:
@@ -382,72 +298,3 @@ def _as_texts(text: str) -> tuple[str, ...]:
     or as the inside of an object.
     """
     return json.dumps(text, ensure_ascii=False), json.dumps(text), f"{{{text}}}"
-
-
-def template_source(tokenizer: Tokenizer, written: str | None, *, has_tools: bool = False) -> str:
-    """`written` in the spec, or the tokenizer's template (some have another one for chats with tools). Raises ChatError."""
-    try:
-        return str(tokenizer.get_chat_template(written, [{}] if has_tools else None))
-    except ValueError as error:
-        name = fitting_template(frozenset(token.content for token in tokenizer.added_tokens_decoder.values()))
-        raise ChatError(
-            "",
-            "the tokenizer has no chat template, as is usual for a base model",
-            f"use a model made for chats, or set spec.data.chatTemplate: {name}",
-            {"spec.data.chatTemplate": name},
-        ) from error
-
-
-def _headers(tokenizer: Tokenizer, asked: str, prompted: str, gaps: Sequence[str]) -> tuple[str, ...]:
-    """What opens a turn of the assistant: `prompted` and `gaps` without the end of the user's turn, which `asked` shows.
-
-    The ends are compared token by token: "<|endoftext|>" and "<|assistant|>" share characters but nothing else.
-    """
-    encoded = [tokenizer(text, add_special_tokens=False, return_offsets_mapping=True) for text in (asked, prompted)]
-    pairs = zip(encoded[0]["input_ids"], encoded[1]["input_ids"], strict=False)
-    num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    offsets = encoded[1]["offset_mapping"]
-    length = offsets[num_shared][0] if num_shared < len(offsets) else len(prompted)
-    headers = [text[length:] for text in (prompted, *gaps) if text[:length] == prompted[:length]]
-    return tuple(dict.fromkeys(header for header in headers if header.strip()))
-
-
-def _stop_token(tokenizer: Tokenizer, tail: str) -> str | None:
-    """The special token with which `tail` begins."""
-    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
-    return max((token for token in added if tail.lstrip().startswith(token)), key=len, default=None)
-
-
-def _rendered(
-    source: str,
-    variables: Mapping[str, Any],
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]],
-    *,
-    prompt: bool = False,
-    track: bool = False,
-) -> tuple[str, list[Span]]:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    # Sandboxed, and a range() is bounded; loops within loops end by render_limit.py.
-    try:
-        texts, spans = render_jinja_template(
-            conversations=[list(messages)],
-            tools=list(tools) or None,
-            chat_template=source,
-            return_assistant_tokens_mask=track,
-            add_generation_prompt=prompt,
-            **variables,
-        )
-    except Exception as error:
-        null = 'write "" for a content that is null, or ' if any(message["content"] is None for message in messages) else ""
-        roles = ", ".join(str(message["role"]) for message in messages[:8])
-        raise ChatError(
-            "messages",
-            f"the chat template refuses a chat of the roles {roles}{' ...' if len(messages) > 8 else ''} "
-            f"({type(error).__name__}: {str(error)[:200]})",
-            null + "change the record to what the template accepts, or set spec.data.chatTemplate",
-        ) from error
-    if len(texts[0]) > MAX_RECORD_BYTES:
-        raise endless_template_error(f"writes {len(texts[0])} characters, more than {MAX_RECORD_BYTES},")
-    return texts[0], spans[0] if track else []

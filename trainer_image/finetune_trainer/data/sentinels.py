@@ -2,7 +2,7 @@
 
 Characters of Unicode's private use planes, four per message. They stand within the blank characters at the ends of a content, so
 that trimming, which most templates do, removes the same as without them. Whether a template wrote the same text with marks as
-without is for the caller to compare. Called by chat.py.
+without is for the caller to compare. Called by chat.py and template_probe.py.
 """
 
 from __future__ import annotations

@@ -13,17 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune_job.api.inputs import LossOn
-from finetune_trainer.data.chat import (
-    ChatError,
-    ChatTemplate,
-    RenderedChat,
-    Tokenizer,
-    chat_template,
-    endless_template_error,
-    template_source,
-)
+from finetune_trainer.data.chat import ChatTemplate, RenderedChat
 from finetune_trainer.data.records import ASSISTANT, TOOLS, Message, Record, RecordProblem, called_name, shown
+from finetune_trainer.data.render_chat import ChatError, Tokenizer, endless_template_error, template_source
 from finetune_trainer.data.render_limit import RecordNote, RenderTimeoutError, render_limit
+from finetune_trainer.data.template_probe import chat_template
 
 __all__ = ["EndlessTemplateError", "TokenizedDocument", "Tokenizer", "tokenize"]
 

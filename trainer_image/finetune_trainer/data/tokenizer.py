@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
-from finetune_trainer.data.chat import PROBE, ChatError, ChatTemplate, Tokenizer, chat_template, template_source
+from finetune_trainer.data.chat import ChatTemplate
 from finetune_trainer.data.records import Record, RecordProblem
+from finetune_trainer.data.render_chat import ChatError, Tokenizer, template_source
+from finetune_trainer.data.template_probe import PROBE, chat_template
 from finetune_trainer.data.tokenize import THOUGHTS, EndlessTemplateError, tokenize
 
 if TYPE_CHECKING:  # what looks at the first records does without it

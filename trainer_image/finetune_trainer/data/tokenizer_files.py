@@ -1,5 +1,5 @@
 """A tokenizer as its files have it, without transformers, which takes a second of processor time to import: as much as
-tokenize.py and chat.py ask of one, and transformers' renderer of chat templates alone.
+tokenize.py, render_chat.py and template_probe.py ask of one, and transformers' renderer of chat templates alone.
 
 For looking at the first records, where a second counts. Text becomes the tokens that tokenizer.json says; what a tokenizer class
 of transformers changes beyond that shows in preflight alone. Templates run in the very sandbox in which training runs them: the

@@ -18,10 +18,10 @@ from pathlib import Path
 from socket import socket, socketpair
 
 from finetune_job.failures import FailureClass
-from finetune_trainer.data.chat import endless_template_error
 from finetune_trainer.data.file_parts import PartResult, PartTask, work_on
 from finetune_trainer.data.messages import MAX_ANSWER_BYTES, WorkerFailure, read_answer, task_line
 from finetune_trainer.data.records import RecordProblem
+from finetune_trainer.data.render_chat import endless_template_error
 from finetune_trainer.data.render_limit import END_SECONDS, ENDED_BY, RecordNote, new_note
 from finetune_trainer.data.tokenize import Tokenizer
 from finetune_trainer.errors import TrainerError

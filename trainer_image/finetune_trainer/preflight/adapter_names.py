@@ -1,4 +1,4 @@
-"""The names in the settings of an adapter, checked against the loaded model (module_names.py has the rules of matching).
+"""The names in the settings of an adapter, checked against the loaded model (name_matching.py has the rules of matching).
 
 Of architectures whose experts were linear layers once, PEFT turns the old names of these, and all-linear, into names of
 stacked parameters (peft.utils.transformers_weight_conversion). What it then adapts, leaves out and writes down is checked, too.
@@ -22,20 +22,18 @@ from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import LoraPlan
 from finetune_trainer.model.adapters import REFUSALS, lora_config
+from finetune_trainer.preflight.adapted_modules import INSIDE_PEFT, name_in_base
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.preflight.module_names import (
-    LAYER,
-    pattern_matches,
-    targets,
     wrong_method_settings,
     wrong_module_names,
     wrong_parameters,
     wrong_token_indices,
 )
+from finetune_trainer.preflight.name_matching import LAYER, pattern_matches, targets
 
 ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 """Module classes that PEFT's LoRA layers can replace (peft.tuners.lora.model, dispatchers)."""
-_INSIDE_PEFT = "base_model.model."
 _FIELD = "spec.method.lora"
 _LINEAR = (nn.Linear, Conv1D)
 
@@ -217,7 +215,7 @@ def _left_out(model: PeftModel, lora: LoraPlan) -> list[str]:
     inside = tuple(f"{name}." for name in wrapped)
     head = model.get_output_embeddings()
     plain = [
-        name.removeprefix(_INSIDE_PEFT)
+        name.removeprefix(INSIDE_PEFT)
         for name, layer in model.named_modules()
         if isinstance(layer, _LINEAR) and layer is not head and not name.startswith(inside)
     ]
@@ -243,7 +241,7 @@ def check_ranks_in_file(seen: ModelInspection) -> list[Finding]:
     for name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer) or "default" not in layer.r:
             continue
-        key = name.removeprefix(_INSIDE_PEFT).replace(".base_layer", "")
+        key = name_in_base(name)
         if isinstance(layer, ParamWrapper):
             key = f"{key}.{layer.parameter_name}"
         for field, patterns, held in (

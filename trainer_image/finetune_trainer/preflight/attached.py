@@ -1,34 +1,30 @@
 """What PEFT attached without a word: what would then fail in the first forward pass, train nothing, or reach less than it
 seems to.
+
+In: the model with its adapters, without values. Out: findings, for model_checks.py. What there is to find in a mixture of experts
+is in experts.py.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import Any
 
 from peft import PeftModel
-from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
-from transformers import PreTrainedConfig
 
-from finetune_job.api.method import ALL_LINEAR, MethodType
+from finetune_job.api.method import MethodType
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.method_settings import TARGETS
 from finetune_job.methods import METHODS
-from finetune_job.plan.run_plan import LoraPlan, MethodPlan
+from finetune_job.plan.run_plan import MethodPlan
+from finetune_trainer.preflight.adapted_modules import INSIDE_PEFT, adapted_modules, adapter_settings, is_packed, name_in_base
+from finetune_trainer.preflight.experts import adapted_routers, experts_not_packed, experts_without_adapter
 from finetune_trainer.preflight.model_inspection import ModelInspection
-from finetune_trainer.preflight.module_names import PATTERNS, STACKED_DIMENSIONS, pattern_matches, targets
-
-_INSIDE_PEFT = "base_model.model."
-"""Beginning of the names that PEFT gives to modules of the base."""
-_ROUTER = re.compile(r"\.(gate|router)(\.|$)")
-"""In the names of what scores the experts."""
+from finetune_trainer.preflight.name_matching import PATTERNS, pattern_matches, targets
 
 
 def check_attached(seen: ModelInspection) -> list[Finding]:
@@ -45,14 +41,14 @@ def attached_findings(model: nn.Module, method: MethodPlan) -> list[Finding]:
         *_without_values(model, field),
         *_wrapped_inside(model, field),
         *(_packed_and_saved(model, field) if method.quantization is not None else ()),
-        *(_experts_not_packed(model, method.quantization.bits) if method.quantization is not None else ()),
+        *(experts_not_packed(model, method.quantization.bits) if method.quantization is not None else ()),
         *_rows_of_a_saved_module(model, method, field),
         *_saved_by_their_end(model, field),
         *_not_fed_forward(model, method, field),
         *_rows_beyond(model, method, field),
         *_rows_twice(model, method, field),
         *_patterns_of_others(model, method, field),
-        *_routers(model, method, field),
+        *adapted_routers(model, method, field),
     ]
 
 
@@ -90,42 +86,10 @@ def _packed_and_saved(model: PeftModel, field: str) -> Iterator[Finding]:
         if isinstance(layer, ModulesToSaveWrapper) and any(is_packed(part) for part in layer.modules_to_save.modules())
     ]
     if packed:
-        shown = packed[0].removeprefix(_INSIDE_PEFT)
+        shown = packed[0].removeprefix(INSIDE_PEFT)
         reason = f"{shown} is packed to 4 bits, and so would be the copy that is to be trained: it would get no gradient"
         fix = f"name {shown.rpartition('.')[2]} in targetModules instead, or set method.type: LoRA"
         yield make_finding("saved-module-packed", field=f"{field}.modulesToSave", value=shown, message=reason, fix=fix)
-
-
-def _experts_not_packed(model: PeftModel, bits: int) -> Iterator[Finding]:
-    """Only linear layers are packed (docs/decisions/0018-experts-are-not-packed.md)."""
-    stacked = _stacked_experts(model)
-    if not stacked:
-        return
-    packed = {name: layer.in_features * layer.out_features for name, layer in model.named_modules() if is_packed(layer)}
-    others = {
-        name: parameter.numel()
-        for name, parameter in model.named_parameters()
-        if not parameter.requires_grad and not (name.endswith(".weight") and name.rpartition(".")[0] in packed)
-    }
-    total = sum(packed.values()) + sum(others.values())
-    first, parameter = next(iter(stacked.items()))
-    left = sum(each.numel() for each in stacked.values())
-    yield make_finding(
-        "experts-not-packed",
-        field="spec.method.type",
-        value=MethodType.QLORA.value,
-        message=f"only {sum(packed.values()) / total:.1%} of the base are packed to {bits} bits: linear layers are, and the "
-        f"experts are {len(stacked)} stacked parameters, first {first}; their {left / total:.1%} stay in "
-        f"{str(parameter.dtype).removeprefix('torch.')}",
-        fix="count on 16 bits for the experts, as the memory estimate does; set spec.method.type: LoRA if so little is packed",
-    )
-
-
-def is_packed(module: nn.Module) -> bool:
-    """Whether bitsandbytes holds its weight."""
-    from bitsandbytes.nn import Linear4bit, Linear8bitLt
-
-    return isinstance(module, Linear4bit | Linear8bitLt)
 
 
 def _rows_of_a_saved_module(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
@@ -193,10 +157,10 @@ def _rows_beyond(model: PeftModel, method: MethodPlan, field: str) -> Iterator[F
         if isinstance(layer, TrainableTokensLayer):
             rows = layer.get_base_layer().weight.shape[0]
             if beyond := sorted(index for index in layer.token_indices["default"] if index >= rows):
-                shown = name.removeprefix(_INSIDE_PEFT)
+                shown = name.removeprefix(INSIDE_PEFT)
                 reason = f"{shown} has {rows} rows, and there is no row {beyond[0]} among them ({len(beyond)} such ids)"
                 fix = f"write ids from 0 to {rows - 1}, or name embeddings alone in targetModules"
-                written = [index for index in _adapter_settings(method).get("tokenIndices") or () if index < rows]
+                written = [index for index in adapter_settings(method).get("tokenIndices") or () if index < rows]
                 yield make_finding(
                     "token-index-unknown",
                     field=f"{field}.tokenIndices",
@@ -213,10 +177,10 @@ def _rows_twice(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Fi
     """PEFT gives a tied head the rows of its embedding, and wraps them once more where the head is named, too."""
     for name, layer in model.named_modules():
         if isinstance(layer, TrainableTokensLayer) and isinstance(layer.base_layer, TrainableTokensLayer):
-            shown = name.removeprefix(_INSIDE_PEFT)
+            shown = name.removeprefix(INSIDE_PEFT)
             reason = f"{shown} shares the embedding's weight; named as well, it is wrapped twice, and its first pass fails"
             fix = f"remove {shown.rpartition('.')[2]} from targetModules: its rows follow those of the embedding"
-            named = _adapter_settings(method).get(TARGETS)
+            named = adapter_settings(method).get(TARGETS)
             left = [each for each in named if not targets(each, shown)] if isinstance(named, list) else []
             yield make_finding(
                 "trainable-tokens-overlap",
@@ -229,38 +193,13 @@ def _rows_twice(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Fi
             return
 
 
-def _adapted(model: nn.Module) -> dict[str, BaseTunerLayer]:
-    """What has an adapter, by its name in the base: modules, and parameters of which none is a layer's weight."""
-    return {
-        _name_in_base(f"{name}.{layer.parameter_name}" if isinstance(layer, ParamWrapper) else name): layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, BaseTunerLayer)
-    }
-
-
-def _outputs(layer: BaseTunerLayer) -> int | None:
-    """Of the adapted matrix; a packed one has lost its shape."""
-    base = layer.get_base_layer()
-    weight = getattr(base, layer.parameter_name if isinstance(layer, ParamWrapper) else "weight", None)
-    outputs: int | None = getattr(base, "out_features", None if weight is None else weight.shape[0])
-    return outputs
-
-
-def _adapter_settings(method: MethodPlan) -> dict[str, Any]:
-    return {} if method.adapter is None else method.adapter.settings
-
-
-def _name_in_base(name: str) -> str:
-    return name.removeprefix(_INSIDE_PEFT).replace(".base_layer", "")
-
-
 def _patterns_of_others(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
     """Keys that match modules of the model, of which none is adapted. Of those that match nothing the names themselves tell."""
-    settings = _adapter_settings(method)
+    settings = adapter_settings(method)
     if method.lora is not None:
         settings = {"rankPattern": method.lora.rank_pattern, "alphaPattern": method.lora.alpha_pattern}
-    adapted = _adapted(model)
-    present = {_name_in_base(name) for name, _ in model.named_modules()}
+    adapted = adapted_modules(model)
+    present = {name_in_base(name) for name, _ in model.named_modules()}
     for setting in PATTERNS:
         patterns = settings.get(setting) or {}
         others = [key for key in patterns if pattern_matches(key, present) and not pattern_matches(key, adapted)]
@@ -276,79 +215,10 @@ def _patterns_of_others(model: PeftModel, method: MethodPlan, field: str) -> Ite
             )
 
 
-def _routers(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """A router is a linear layer, too, or PEFT takes it for one that it once was."""
-    named = method.lora.target_modules if method.lora is not None else _adapter_settings(method).get(TARGETS)
-    if named is None and METHODS[method.type].targets_all_linear:
-        named = ALL_LINEAR
-    adapted, counts = _adapted(model), _expert_counts(getattr(model, "config", None))
-    routers = {name for name, layer in adapted.items() if _ROUTER.search(name) and _outputs(layer) in counts}
-    if named not in (ALL_LINEAR, [ALL_LINEAR], (ALL_LINEAR,)) or not routers:
-        return
-    others = {name: isinstance(layer, ParamWrapper) for name, layer in adapted.items() if name not in routers}
-    modules = sorted({name.rpartition(".")[2] for name, is_parameter in others.items() if not is_parameter})
-    parameters = sorted({".".join(name.split(".")[-3:]) for name, is_parameter in others.items() if is_parameter})
-    yield make_finding(
-        "router-adapted",
-        field=f"{field}.{TARGETS}",
-        value=ALL_LINEAR,
-        message=f"{ALL_LINEAR} also adapts {len(routers)} routers, first {min(routers)}: which expert a token goes to changes, "
-        "and no loss keeps the experts evenly used",
-        fix=f"to leave them as they are, set {field}.{TARGETS}: [{', '.join(modules)}]"
-        + (f" and {field}.targetParameters: [{', '.join(parameters)}]" if parameters else ""),
-    )
-
-
 def check_coverage(seen: ModelInspection) -> list[Finding]:
     """Experts that get no adapter, and ranks above what a module can use."""
-    found = [_experts_left_out(seen.trained.model, seen.lora), _rank_beyond_width(seen.trained.model)]
+    found = [experts_without_adapter(seen.trained.model, seen.lora), _rank_beyond_width(seen.trained.model)]
     return [finding for finding in found if finding is not None]
-
-
-def _experts_left_out(model: nn.Module, lora: LoraPlan) -> Finding | None:
-    """Linear layers are meant by all-linear, and a model keeps most of them as stacked parameters, which are none."""
-    if lora.target_modules != (ALL_LINEAR,) or lora.target_parameters:
-        return None
-    # For architectures that it knows, PEFT itself adapts them where it is asked for all linear layers.
-    adapted = {
-        id(getattr(layer.get_base_layer(), layer.parameter_name)) for layer in model.modules() if isinstance(layer, ParamWrapper)
-    }
-    stacked = {name: parameter for name, parameter in _stacked_experts(model).items() if id(parameter) not in adapted}
-    total = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
-    held = sum(parameter.numel() for parameter in stacked.values())
-    if not held:
-        return None
-    names = sorted({".".join(name.split(".")[-3:]) for name in stacked})
-    return make_finding(
-        "experts-without-adapter",
-        field="spec.method.lora.targetModules",
-        value=ALL_LINEAR,
-        message=f"the experts are {len(stacked)} stacked parameters and no linear layers, so all-linear gives them no adapter: "
-        f"{100 * held / total:.0f} % of the model's weights, first {next(iter(stacked))}",
-        fix=f"to adapt them, too, set spec.method.lora.targetParameters: [{', '.join(names[:4])}] next to "
-        f"spec.method.lora.targetModules: [{ALL_LINEAR}]",
-    )
-
-
-def _stacked_experts(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Frozen parameters that hold a matrix for each expert, by their names in the base."""
-    # Kernels of convolutions, for one, have three dimensions, too.
-    counts = _expert_counts(getattr(model, "config", None))
-    return {
-        _name_in_base(name): parameter
-        for name, parameter in model.named_parameters()
-        if parameter.ndim == STACKED_DIMENSIONS
-        and not parameter.requires_grad
-        and ("expert" in name or parameter.shape[0] in counts)
-    }
-
-
-def _expert_counts(config: object) -> set[int]:
-    """Numbers that a configuration gives its experts, parts of composite models included."""
-    if not isinstance(config, PreTrainedConfig):
-        return set()
-    found = {value for name, value in vars(config).items() if "expert" in name and isinstance(value, int)}
-    return found.union(*(_expert_counts(part) for part in vars(config).values())) - {0, 1}
 
 
 def _rank_beyond_width(model: nn.Module) -> Finding | None:
@@ -369,7 +239,7 @@ def _rank_beyond_width(model: nn.Module) -> Finding | None:
         "rank-beyond-width",
         field="spec.method.lora.r",
         value=str(rank),
-        message=f"{len(wide)} modules are narrower than their adapter's rank, first {first.removeprefix(_INSIDE_PEFT)} "
+        message=f"{len(wide)} modules are narrower than their adapter's rank, first {first.removeprefix(INSIDE_PEFT)} "
         f"with {width} channels: what exceeds them costs memory and adds nothing",
         fix=f"set spec.method.lora.rankPattern: {{{ending}: {width}}}, or a lower rank for all",
     )

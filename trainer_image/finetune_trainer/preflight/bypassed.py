@@ -27,7 +27,7 @@ from finetune_job.method_settings import known_settings
 from finetune_job.methods import METHODS, lora_kind
 from finetune_job.plan.run_plan import MethodPlan, RunPlan
 from finetune_trainer.inspection.module_use import ModuleUse, ModuleUses
-from finetune_trainer.preflight.attached import is_packed
+from finetune_trainer.preflight.adapted_modules import is_packed
 from finetune_trainer.preflight.fsdp_units import CLASSES_FIELD, POLICY_FIELD
 from finetune_trainer.preflight.model_inspection import ModelInspection
 

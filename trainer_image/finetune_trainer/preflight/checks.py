@@ -14,8 +14,8 @@ from typing import Generic, Protocol, TypeVar
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
-from finetune_trainer.data.chat import Tokenizer
 from finetune_trainer.data.prepare import Preparation
+from finetune_trainer.data.render_chat import Tokenizer
 from finetune_trainer.data.shards import TRAIN
 from finetune_trainer.inspection.model_files import ModelFiles
 from finetune_trainer.inspection.report import SKIPPED, ModelStructure, RehearsalReport

@@ -1,13 +1,13 @@
-"""Do the names in the adapter settings mean anything in this model? By PEFT's own matching rules, with near matches.
+"""Do the names in the adapter settings mean anything in this model? By PEFT's own rules (name_matching.py), with near matches.
 
 PEFT itself raises only where nothing at all matches: one wrong name among right ones is dropped without a word, and patterns that
 match nothing always are (peft.tuners.tuners_utils.check_target_module_exists, peft.utils.other.get_pattern_key).
+In: settings and names of the model's modules. Out: findings, for adapter_names.py, which has the model.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -15,14 +15,23 @@ from finetune_job.api.method import ALL_LINEAR, MethodType
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.method_settings import peft_fields
-from finetune_job.module_expressions import key_expression
 from finetune_job.plan.run_plan import AdapterPlan, LoraPlan
-from finetune_trainer.preflight.expressions import compiled_or_none
+from finetune_trainer.preflight.name_matching import (
+    LAYER,
+    PATTERNS,
+    is_expression_for,
+    is_inside,
+    is_saved,
+    is_target,
+    layer_numbers,
+    pattern_matches,
+    targets,
+)
 
 STACKED_DIMENSIONS, ADAPTABLE_DIMENSIONS = 3, (2, 3)
 """Of a parameter that holds one matrix per expert, and of those that LoRA adapts (peft.tuners.lora.layer.ParamWrapper)."""
-LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
-"""How PEFT finds a module's layer number: the first part of its name that is one."""
+Names = Collection[str] | Mapping[str, Any]
+"""A list of them, or the keys of a pattern."""
 
 
 def wrong_module_names(
@@ -46,7 +55,7 @@ def wrong_module_names(
             f"{place}.targetModules",
             lora.target_modules,
             adaptable,
-            matches=lambda name, modules: name in understood or _is_target(name, modules),
+            matches=lambda name, modules: name in understood or is_target(name, modules),
             reason=reason,
             depending=_layer_settings(place, lora.layers_to_transform),
         ),
@@ -55,7 +64,7 @@ def wrong_module_names(
             f"{place}.excludeModules",
             lora.exclude_modules,
             adaptable,
-            matches=_is_target,
+            matches=is_target,
             reason=nothing,
         ),
         *_left_out(lora, adaptable),
@@ -65,7 +74,7 @@ def wrong_module_names(
     findings += _in_other_layers(lora.target_modules, lora.layers_to_transform or (), modules, (), place)
     reason = "names no module of this model"
     findings += _without_match(
-        "saved-module-unknown", f"{place}.modulesToSave", lora.modules_to_save, modules, matches=_is_saved, reason=reason
+        "saved-module-unknown", f"{place}.modulesToSave", lora.modules_to_save, modules, matches=is_saved, reason=reason
     )
     reason = "matches no linear layer or embedding of this model, so it would change nothing"
     held = [*adaptable, *(name for name in parameters if any(targets(each, name) for each in lora.target_parameters))]
@@ -124,16 +133,11 @@ def _left_out(lora: LoraPlan, adaptable: Collection[str]) -> list[Finding]:
             reason = "is excluded by excludeModules everywhere, so it gets no adapter"
             fix = "remove it from targetModules or from excludeModules"
             findings.append(_of_name("target-module-excluded", field, name, reason, fix))
-        if named and all(any(_is_inside(each, module) for each in lora.modules_to_save) for module in named):
+        if named and all(any(is_inside(each, module) for each in lora.modules_to_save) for module in named):
             reason = "is saved whole by modulesToSave, so PEFT gives it no adapter as well"
             fix = "remove it from targetModules, because it is trained anyway, or from modulesToSave"
             findings.append(_of_name("target-module-saved-whole", field, name, reason, fix))
     return findings
-
-
-def _is_inside(saved: str, module: str) -> bool:
-    """Whether `module` is the module of this name or is inside it."""
-    return f".{saved}." in f".{module}."
 
 
 def _overlapping(field: str, patterns: Mapping[str, int], adaptable: Collection[str]) -> list[Finding]:
@@ -174,23 +178,12 @@ def _no_such_layers(
     ]
 
 
-def _layer_numbers(patterns: Collection[Any], modules: Collection[str]) -> set[int]:
-    """The numbers that PEFT finds in names of modules: behind the first of the patterns that a name has, or behind any part."""
-    if not patterns:
-        return {int(found.group(1)) for module in modules if (found := LAYER.match(module))}
-    compiled = [compiled_or_none(rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\.") for pattern in patterns]
-    if None in compiled:
-        return set()
-    behind = (next((found for each in compiled if each and (found := each.match(module))), None) for module in modules)
-    return {int(found["number"]) for found in behind if found}
-
-
 def _in_other_layers(
     names: Iterable[str], layers: Collection[int], modules: Collection[str], patterns: Collection[Any], place: str
 ) -> list[Finding]:
     """PEFT looks at the layers only of modules that it finds by the end of their names."""
     field = f"{place}.layersToTransform"
-    beyond = {name: _layer_numbers(patterns, [name]) - set(layers) for name in names if layers and name in modules}
+    beyond = {name: layer_numbers(patterns, [name]) - set(layers) for name in names if layers and name in modules}
     beyond = {name: numbers for name, numbers in beyond.items() if numbers}
     if not beyond:
         return []
@@ -220,14 +213,6 @@ def _no_such_sequence(field: str, patterns: Any) -> Finding:
     )
 
 
-def _is_expression_for(text: str, modules: Iterable[str]) -> bool:
-    """Whether a text in place of a list means a module: as a whole, which is how PEFT reads it."""
-    if text.lower() == ALL_LINEAR:
-        return True
-    compiled = compiled_or_none(text)
-    return compiled is not None and any(compiled.fullmatch(module) for module in modules)
-
-
 def _matches_no_module(field: str, text: str, modules: Iterable[str]) -> Finding:
     message = f'"{text}" is a text and so a regular expression, which matches no module\'s whole name: it would choose nothing'
     return make_finding(
@@ -236,7 +221,7 @@ def _matches_no_module(field: str, text: str, modules: Iterable[str]) -> Finding
         value=text,
         message=message,
         fix=r"write names in a list, as in [q_proj, v_proj], or an expression on whole names, as in .*\.q_proj",
-        changes={field: [text] if _is_target(text, modules) else None},
+        changes={field: [text] if is_target(text, modules) else None},
     )
 
 
@@ -263,20 +248,20 @@ def wrong_method_settings(method: MethodType, adapter: AdapterPlan, modules: Col
             f"{place}.{setting}",
             names,
             modules,
-            matches=_is_target,
+            matches=is_target,
             reason=reason,
             depending=chosen if setting == "targetModules" else (),
         )
         text = adapter.settings.get(setting)
-        if text and isinstance(text, str) and not _is_expression_for(text, modules):
+        if text and isinstance(text, str) and not is_expression_for(text, modules):
             findings.append(_matches_no_module(f"{place}.{setting}", text, modules))
     names = _names(adapter, "modulesToSave")
-    findings += _without_match("saved-module-unknown", f"{place}.modulesToSave", names, modules, matches=_is_saved, reason=reason)
+    findings += _without_match("saved-module-unknown", f"{place}.modulesToSave", names, modules, matches=is_saved, reason=reason)
     written = values.get("layers_to_transform")
     layers = written if isinstance(written, list) else [] if written is None else [written]
     patterns = adapter.settings.get("layersPattern") or []
     patterns = [patterns] if isinstance(patterns, str) else patterns
-    numbers = _layer_numbers(patterns, modules)
+    numbers = layer_numbers(patterns, modules)
     if layers and not numbers:
         findings.append(_no_such_sequence(f"{place}.layersPattern", patterns))
     else:
@@ -289,9 +274,6 @@ def wrong_method_settings(method: MethodType, adapter: AdapterPlan, modules: Col
         findings += _without_match("adapter-pattern-unmatched", field, patterns, modules, matches=pattern_matches, reason=reason)
         findings += _overlapping(f"{place}.{setting}", patterns, modules)
     return findings
-
-
-PATTERNS = ("rankPattern", "alphaPattern", "nFrequencyPattern", "blockSizePattern", "lambdaPattern")
 
 
 def _names(adapter: AdapterPlan, setting: str) -> list[str]:
@@ -311,28 +293,6 @@ def _of_name(
 ) -> Finding:
     """A finding whose message begins with the name that it is about."""
     return make_finding(rule, field=field, value=value, message=f"{value!r} {message}", fix=fix, changes=changes)
-
-
-def targets(name: str, module: str) -> bool:
-    """Whether a name of a list means the module or parameter: the whole name or its last parts."""
-    return module == name or module.endswith(f".{name}")
-
-
-def pattern_matches(pattern: str, modules: Iterable[str]) -> bool:
-    """Whether a key of a pattern means one of these modules or parameters (peft.utils.other.get_pattern_key)."""
-    compiled = compiled_or_none(key_expression(pattern))
-    return compiled is not None and any(compiled.match(module) for module in modules)
-
-
-Names = Collection[str] | Mapping[str, Any]
-
-
-def _is_target(name: str, modules: Iterable[str]) -> bool:
-    return name == ALL_LINEAR or any(targets(name, module) for module in modules)
-
-
-def _is_saved(name: str, modules: Iterable[str]) -> bool:
-    return any(module.endswith(name) for module in modules)
 
 
 def _layer_settings(place: str, layers: Any, patterns: Any = None) -> list[str]:

@@ -18,8 +18,9 @@ from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import MethodPlan, RunPlan
 from finetune_job.rules.tokens import EMBEDDINGS, SAVED, TOKENS
-from finetune_trainer.data.chat import PROBE, ChatError, Tokenizer, chat_template, template_source
+from finetune_trainer.data.render_chat import ChatError, Tokenizer, template_source
 from finetune_trainer.data.shards import TRAIN, TokenShards, map_tables
+from finetune_trainer.data.template_probe import PROBE, chat_template
 from finetune_trainer.files import open_regular
 from finetune_trainer.inspection.report import ModelStructure
 from finetune_trainer.preflight.checks import JobInspection

@@ -210,8 +210,8 @@ def _quantization(arguments: argparse.Namespace) -> Quantization | None:
         return None
     # Only if they are needed: most merges need no plan.
     from finetune_job.api.method import QuantizationSpec
+    from finetune_job.plan.choices import Choices
     from finetune_job.plan.resolve_model import quantization_plan
-    from finetune_job.plan.run_plan import Choices
 
     try:
         spec = QuantizationSpec.model_validate_json(given or "{}")

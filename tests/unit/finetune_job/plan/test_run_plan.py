@@ -1,21 +1,12 @@
-"""What a plan records as chosen, and what it says of the method."""
+"""What a plan says of numbers and of the method."""
 
 from __future__ import annotations
 
 import pytest
 
 from finetune_job.api.method import LoraBias
-from finetune_job.plan.run_plan import Choices, optional_float
+from finetune_job.plan.run_plan import optional_float
 from tests.support.builders import a_job
-
-
-def test_only_what_was_left_open_is_a_choice() -> None:
-    choices = Choices()
-    assert choices.pick("training.seed", 0, 7, "any number") == 0
-    assert choices.made == []
-    assert choices.pick("training.seed", None, 7, "any number") == 7
-    (made,) = choices.made
-    assert (made.field, made.value, made.reason) == ("spec.training.seed", 7, "any number")
 
 
 def test_a_number_that_is_unset_stays_unset() -> None:

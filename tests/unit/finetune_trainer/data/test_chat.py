@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from finetune_job.api.inputs import LossOn
-from finetune_trainer.data.chat import chat_template
 from finetune_trainer.data.records import Record, RecordProblem
 from finetune_trainer.data.tokenize import tokenize
 from tests.unit.finetune_trainer.data.chat_templates import (
@@ -22,38 +21,7 @@ from tests.unit.finetune_trainer.data.chat_templates import (
     THINKING,
     TWO_STOPS,
 )
-from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
-
-MERGES = [("Ċ", "Ċ"), ("Ġ", "a"), ("a", "b")]
-TOKENIZERS = {
-    "bytes": {name: family.tokenizer() for name, family in FAMILIES.items()},
-    # With tokens that may reach over the seam between a header and an answer.
-    "merges": {name: family.tokenizer(merges=MERGES) for name, family in FAMILIES.items()},
-}
-
-
-def chat(*turns, tools=(), line=1):
-    """Turns by their roles' first letters: ("u", "question")."""
-    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
-    messages = tuple({"role": roles[role], "content": content} for role, content in turns)
-    return Record(line, "", "", messages, tools)
-
-
-def one(tokenizer, record, loss_on=LossOn.ASSISTANT, template=None):
-    (made,) = tokenize(tokenizer, [record], loss_on, template)
-    return made
-
-
-def supervised(tokenizer, document):
-    """The texts of the stretches that are supervised."""
-    stretches, previous = [], False
-    for token, is_supervised in zip(document.input_ids, document.supervised, strict=True):
-        if is_supervised and not previous:
-            stretches.append([])
-        if is_supervised:
-            stretches[-1].append(token)
-        previous = is_supervised
-    return [tokenizer.decode(stretch) for stretch in stretches]
+from tests.unit.finetune_trainer.data.chats_by_hand import TOKENIZERS, chat, one, supervised
 
 
 def expected(family, answers, is_last=True):
@@ -361,15 +329,6 @@ def test_a_begin_token_stands_once_though_tokenizer_and_template_both_would_writ
     assert one(tokenizer, chat(content, ("a", "b"))).input_ids.count(begin) == 1
 
 
-def test_a_template_in_the_spec_comes_before_the_tokenizers():
-    tokenizer = TOKENIZERS["bytes"]["ChatML"]
-    written = "{% for message in messages %}{{ message['role'][0] + message['content'] + eos_token }}{% endfor %}"
-    document = one(tokenizer, chat(("u", "q"), ("a", "b")), template=written)
-    assert tokenizer.decode(document.input_ids) == "uq<|im_end|>ab<|im_end|>"
-    # Nothing asks for an answer here: a caller's prompt ends with the question, and all that follows is to be said.
-    assert supervised(tokenizer, document) == ["ab<|im_end|>"]
-
-
 def test_a_last_piece_that_the_template_marks_behind_the_stop_token_belongs_to_the_last_turn():
     template = (
         "{% for message in messages %}{% if message.role == 'assistant' %}{{ '<|assistant|>\n' }}"
@@ -424,20 +383,6 @@ def test_what_cannot_be_trained_on_rightly_is_a_problem_with_its_reason(template
     assert reason in made[1].reason
 
 
-@pytest.mark.parametrize("loss_on", list(LossOn))
-@pytest.mark.parametrize(
-    ("turns", "reason"),
-    [
-        ([("u", "q"), ("u", "q"), ("a", "b")], "roles user, user, assistant (TemplateError: Conversation roles must alternate"),
-        ([("s", "q"), ("u", "q"), ("a", "b")], "System role not supported"),
-    ],
-)
-def test_what_the_template_refuses_is_a_problem_in_its_words(turns, reason, loss_on):
-    made = one(TOKENIZERS["bytes"]["Gemma"], chat(*turns), loss_on)
-    assert reason in made.reason
-    assert "spec.data.chatTemplate" in made.fix
-
-
 def test_a_template_that_wants_words_next_to_calls_or_none_at_all_says_so():
     refused = one(PHI3.tokenizer(), asked(says(None, tool_calls=[called()])))
     assert refused.fix.startswith('write "" for a content that is null, or change the record')
@@ -451,18 +396,3 @@ def test_a_wrong_record_leaves_its_neighbours_alone():
     first, problem, last = tokenize(tokenizer, [records[0], chat(("a", "b"), line=2), records[1]], LossOn.ASSISTANT)
     assert isinstance(problem, RecordProblem)
     assert [supervised(tokenizer, each) for each in (first, last)] == [["1<end_of_turn>"], ["3<end_of_turn>"]]
-
-
-def test_a_tokenizer_without_a_template_names_the_setting():
-    made = one(byte_tokenizer(["</s>"], eos_token="</s>"), chat(("u", "q"), ("a", "b")))
-    assert "no chat template" in made.reason
-    assert "spec.data.chatTemplate" in made.fix
-
-
-def test_the_stop_tokens_and_headers_are_learnt_from_the_template():
-    seen = chat_template(TOKENIZERS["bytes"]["Phi 3"], PHI3.template)
-    assert (seen.asking, seen.headers[0], list(seen.stops)) == ("<|end|>\n<|assistant|>\n", "<|assistant|>\n", ["<|end|>"])
-    seen = chat_template(TOKENIZERS["bytes"]["Qwen 3"], QWEN3.template)
-    assert seen.headers[0] == "<|im_start|>assistant\n"
-    assert list(chat_template(TOKENIZERS["bytes"]["two stop tokens"], TWO_STOPS.template).stops) == ["<|end|>", "<|return|>"]
-    assert not chat_template(TOKENIZERS["bytes"]["Qwen 2.5"], QWEN25.template).tracks_generation

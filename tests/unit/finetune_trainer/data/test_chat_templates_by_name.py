@@ -5,7 +5,7 @@ import pytest
 from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.chat_templates import TEMPLATES, fitting_template
 from finetune_job.plan.run_plan import DataPlan
-from finetune_trainer.data.chat import chat_template
+from finetune_trainer.data.template_probe import chat_template
 from finetune_trainer.data.tokenizer import check_chat_template
 from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
 

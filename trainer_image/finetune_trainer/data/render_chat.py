@@ -1,0 +1,90 @@
+"""A chat -> the text that a template writes for it, by transformers' own renderer; or ChatError, which says what to change.
+
+Called by chat.py for chats, by template_probe.py for a plain one. tokenize.py and tokenizer.py ask it which template is meant,
+and every step that works on a chat answers with its error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from finetune_job.chat_templates import fitting_template
+from finetune_trainer.data.records import MAX_RECORD_BYTES, Message
+
+Tokenizer = Any
+"""transformers.PreTrainedTokenizerBase, not imported here because it takes seconds to load."""
+Span = tuple[int, int]
+"""[start, stop) in characters of the rendered text."""
+
+
+class ChatError(ValueError):
+    """A chat cannot be rendered, or not be told apart into what is asked and what is answered."""
+
+    def __init__(self, key: str, reason: str, fix: str, changes: Mapping[str, str] | None = None) -> None:
+        super().__init__(f"{reason}; {fix}")
+        self.key = key
+        """Key of the record, empty where the template is at fault whatever the record."""
+        self.reason = reason
+        self.fix = fix
+        self.changes = changes or {}
+        """The fix as changes of the manifest, as in RecordProblem."""
+
+
+def endless_template_error(reason: str) -> ChatError:
+    """The template comes to no end: `reason` says within which bounds."""
+    fix = "set spec.data.chatTemplate to a template without loops within loops or huge texts, or remove the record"
+    return ChatError("messages", f"the chat template {reason} for this chat", fix)
+
+
+def template_source(tokenizer: Tokenizer, written: str | None, *, has_tools: bool = False) -> str:
+    """`written` in the spec, or the tokenizer's template (some have another one for chats with tools). Raises ChatError."""
+    try:
+        return str(tokenizer.get_chat_template(written, [{}] if has_tools else None))
+    except ValueError as error:
+        name = fitting_template(frozenset(token.content for token in tokenizer.added_tokens_decoder.values()))
+        raise ChatError(
+            "",
+            "the tokenizer has no chat template, as is usual for a base model",
+            f"use a model made for chats, or set spec.data.chatTemplate: {name}",
+            {"spec.data.chatTemplate": name},
+        ) from error
+
+
+def render_chat(
+    source: str,
+    variables: Mapping[str, Any],
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    prompt: bool = False,
+    track: bool = False,
+) -> tuple[str, list[Span]]:
+    """The text that `source` writes, and what it marks as generated (none without `track`). Raises ChatError.
+
+    variables: special tokens, by the names under which templates know them. prompt: with what asks for an answer.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    # Sandboxed, and a range() is bounded; loops within loops end by render_limit.py.
+    try:
+        texts, spans = render_jinja_template(
+            conversations=[list(messages)],
+            tools=list(tools) or None,
+            chat_template=source,
+            return_assistant_tokens_mask=track,
+            add_generation_prompt=prompt,
+            **variables,
+        )
+    except Exception as error:
+        null = 'write "" for a content that is null, or ' if any(message["content"] is None for message in messages) else ""
+        roles = ", ".join(str(message["role"]) for message in messages[:8])
+        raise ChatError(
+            "messages",
+            f"the chat template refuses a chat of the roles {roles}{' ...' if len(messages) > 8 else ''} "
+            f"({type(error).__name__}: {str(error)[:200]})",
+            null + "change the record to what the template accepts, or set spec.data.chatTemplate",
+        ) from error
+    if len(texts[0]) > MAX_RECORD_BYTES:
+        raise endless_template_error(f"writes {len(texts[0])} characters, more than {MAX_RECORD_BYTES},")
+    return texts[0], spans[0] if track else []

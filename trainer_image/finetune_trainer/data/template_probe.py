@@ -1,0 +1,97 @@
+"""A chat template -> what it writes around the turns of a chat, learnt from a plain chat whose words are known.
+
+What opens a turn of the assistant, what asks for one, and the tokens that end it: with these chat.py finds the turns of records.
+Called by tokenize.py before the records, by tokenizer.py for the template itself and by preflight's token_rows.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import takewhile
+
+from finetune_trainer.data.chat import ChatTemplate
+from finetune_trainer.data.records import ASSISTANT, Message
+from finetune_trainer.data.render_chat import ChatError, Tokenizer, render_chat
+from finetune_trainer.data.sentinels import SentinelPositions, read_sentinels, with_sentinels
+
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+"""The block by which a template says what the assistant generates; known to transformers' renderer alone."""
+PROBE: tuple[Message, ...] = (
+    {"role": "user", "content": "first question"},
+    {"role": ASSISTANT, "content": "first answer"},
+    {"role": "user", "content": "second question"},
+    {"role": ASSISTANT, "content": "second answer"},
+)
+"""A chat that any template for chats can render."""
+
+
+@lru_cache(maxsize=4)
+def chat_template(tokenizer: Tokenizer, source: str, stop_ids: tuple[int, ...] = ()) -> ChatTemplate:
+    """What `source` was seen to write for a plain chat. Raises ChatError, with an empty key, where it cannot be trained on.
+
+    stop_ids: tokens at which generation with the model stops.
+    """
+    if not tokenizer.is_fast:
+        fix = "put the tokenizer.json of the model next to its config.json"
+        raise ChatError("", "the tokenizer is a slow one, which does not tell which characters a token stands for", fix)
+    variables = dict(tokenizer.special_tokens_map)
+
+    def seen(messages: Sequence[Message], *, prompt: bool = False) -> SentinelPositions:
+        with_marks, first = with_sentinels(messages, "", None)
+        return read_sentinels(render_chat(source, variables, with_marks, (), prompt=prompt)[0], first, len(messages))
+
+    try:
+        whole, asked, prompted = seen(PROBE), seen(PROBE[:1]), seen(PROBE[:1], prompt=True)
+    except ChatError as error:
+        raise ChatError("", error.reason, error.fix) from error
+    places = [*whole.opened, *whole.closed, asked.closed[0], prompted.closed[0]]
+    if any(len(place) != 1 for place in places):
+        raise ChatError("", "the template does not write each turn of a plain chat once", "write a spec.data.chatTemplate")
+    tails = whole.text[whole.closed[1][0] : whole.opened[2][0]], whole.text[whole.closed[3][0] :]
+    first_stop, last_stop = (_stop_token(tokenizer, tail) for tail in tails)
+    if first_stop is None or last_stop is None:
+        tail = tails[0] if first_stop is None else tails[1]
+        raise ChatError(
+            "",
+            f"the template writes {tail[:40]!r} after what the assistant says, which does not begin with a special token of the "
+            "tokenizer, so the model could not learn to stop",
+            f"write a spec.data.chatTemplate that ends each turn of the assistant with {tokenizer.eos_token!r}",
+        )
+    stops = {token: tokenizer.convert_tokens_to_ids(token) for token in (first_stop, last_stop)}
+    added = {
+        number: tokenizer.added_tokens_decoder[number].content for number in stop_ids if number in tokenizer.added_tokens_decoder
+    }
+    asked_text, prompted_text = asked.text[asked.closed[0][0] :], prompted.text[prompted.closed[0][0] :]
+    gaps = [whole.text[whole.closed[number][0] : whole.opened[number + 1][0]] for number in (2, 0)]
+    return ChatTemplate(
+        source=source,
+        variables=variables,
+        tracks_generation=bool(GENERATION.search(source)),
+        asking=prompted_text,
+        asks=prompted_text != asked_text,
+        headers=_headers(tokenizer, asked_text, prompted_text, gaps),
+        stops=stops,
+        call_stops={token: number for number, token in added.items() if token.strip() and token not in stops},
+    )
+
+
+def _headers(tokenizer: Tokenizer, asked: str, prompted: str, gaps: Sequence[str]) -> tuple[str, ...]:
+    """What opens a turn of the assistant: `prompted` and `gaps` without the end of the user's turn, which `asked` shows.
+
+    The ends are compared token by token: "<|endoftext|>" and "<|assistant|>" share characters but nothing else.
+    """
+    encoded = [tokenizer(text, add_special_tokens=False, return_offsets_mapping=True) for text in (asked, prompted)]
+    pairs = zip(encoded[0]["input_ids"], encoded[1]["input_ids"], strict=False)
+    num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    offsets = encoded[1]["offset_mapping"]
+    length = offsets[num_shared][0] if num_shared < len(offsets) else len(prompted)
+    headers = [text[length:] for text in (prompted, *gaps) if text[:length] == prompted[:length]]
+    return tuple(dict.fromkeys(header for header in headers if header.strip()))
+
+
+def _stop_token(tokenizer: Tokenizer, tail: str) -> str | None:
+    """The special token with which `tail` begins."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+    return max((token for token in added if tail.lstrip().startswith(token)), key=len, default=None)

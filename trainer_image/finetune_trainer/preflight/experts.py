@@ -1,0 +1,130 @@
+"""What became of a mixture of experts: whether its experts are packed and adapted, and its routers adapted unasked.
+
+A model keeps most of its experts as stacked parameters, which are no linear layers, though all-linear and QLoRA seem to mean
+them. In: the model with its adapters. Called by attached.py, which lists the findings with all others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from peft import PeftModel
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import PreTrainedConfig
+
+from finetune_job.api.method import ALL_LINEAR, MethodType
+from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
+from finetune_job.method_settings import TARGETS
+from finetune_job.methods import METHODS
+from finetune_job.plan.run_plan import LoraPlan, MethodPlan
+from finetune_trainer.preflight.adapted_modules import adapted_modules, adapter_settings, is_packed, name_in_base
+from finetune_trainer.preflight.module_names import STACKED_DIMENSIONS
+
+_ROUTER = re.compile(r"\.(gate|router)(\.|$)")
+"""In the names of what scores the experts."""
+
+
+def experts_not_packed(model: PeftModel, bits: int) -> Iterator[Finding]:
+    """Only linear layers are packed (docs/decisions/0018-experts-are-not-packed.md)."""
+    stacked = _stacked_experts(model)
+    if not stacked:
+        return
+    packed = {name: layer.in_features * layer.out_features for name, layer in model.named_modules() if is_packed(layer)}
+    others = {
+        name: parameter.numel()
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and not (name.endswith(".weight") and name.rpartition(".")[0] in packed)
+    }
+    total = sum(packed.values()) + sum(others.values())
+    first, parameter = next(iter(stacked.items()))
+    left = sum(each.numel() for each in stacked.values())
+    yield make_finding(
+        "experts-not-packed",
+        field="spec.method.type",
+        value=MethodType.QLORA.value,
+        message=f"only {sum(packed.values()) / total:.1%} of the base are packed to {bits} bits: linear layers are, and the "
+        f"experts are {len(stacked)} stacked parameters, first {first}; their {left / total:.1%} stay in "
+        f"{str(parameter.dtype).removeprefix('torch.')}",
+        fix="count on 16 bits for the experts, as the memory estimate does; set spec.method.type: LoRA if so little is packed",
+    )
+
+
+def experts_without_adapter(model: nn.Module, lora: LoraPlan) -> Finding | None:
+    """Linear layers are meant by all-linear, and a model keeps most of them as stacked parameters, which are none."""
+    if lora.target_modules != (ALL_LINEAR,) or lora.target_parameters:
+        return None
+    # For architectures that it knows, PEFT itself adapts them where it is asked for all linear layers.
+    adapted = {
+        id(getattr(layer.get_base_layer(), layer.parameter_name)) for layer in model.modules() if isinstance(layer, ParamWrapper)
+    }
+    stacked = {name: parameter for name, parameter in _stacked_experts(model).items() if id(parameter) not in adapted}
+    total = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    held = sum(parameter.numel() for parameter in stacked.values())
+    if not held:
+        return None
+    names = sorted({".".join(name.split(".")[-3:]) for name in stacked})
+    return make_finding(
+        "experts-without-adapter",
+        field="spec.method.lora.targetModules",
+        value=ALL_LINEAR,
+        message=f"the experts are {len(stacked)} stacked parameters and no linear layers, so all-linear gives them no adapter: "
+        f"{100 * held / total:.0f} % of the model's weights, first {next(iter(stacked))}",
+        fix=f"to adapt them, too, set spec.method.lora.targetParameters: [{', '.join(names[:4])}] next to "
+        f"spec.method.lora.targetModules: [{ALL_LINEAR}]",
+    )
+
+
+def adapted_routers(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
+    """A router is a linear layer, too, or PEFT takes it for one that it once was."""
+    named = method.lora.target_modules if method.lora is not None else adapter_settings(method).get(TARGETS)
+    if named is None and METHODS[method.type].targets_all_linear:
+        named = ALL_LINEAR
+    adapted, counts = adapted_modules(model), _expert_counts(getattr(model, "config", None))
+    routers = {name for name, layer in adapted.items() if _ROUTER.search(name) and _outputs(layer) in counts}
+    if named not in (ALL_LINEAR, [ALL_LINEAR], (ALL_LINEAR,)) or not routers:
+        return
+    others = {name: isinstance(layer, ParamWrapper) for name, layer in adapted.items() if name not in routers}
+    modules = sorted({name.rpartition(".")[2] for name, is_parameter in others.items() if not is_parameter})
+    parameters = sorted({".".join(name.split(".")[-3:]) for name, is_parameter in others.items() if is_parameter})
+    yield make_finding(
+        "router-adapted",
+        field=f"{field}.{TARGETS}",
+        value=ALL_LINEAR,
+        message=f"{ALL_LINEAR} also adapts {len(routers)} routers, first {min(routers)}: which expert a token goes to changes, "
+        "and no loss keeps the experts evenly used",
+        fix=f"to leave them as they are, set {field}.{TARGETS}: [{', '.join(modules)}]"
+        + (f" and {field}.targetParameters: [{', '.join(parameters)}]" if parameters else ""),
+    )
+
+
+def _outputs(layer: BaseTunerLayer) -> int | None:
+    """Of the adapted matrix; a packed one has lost its shape."""
+    base = layer.get_base_layer()
+    weight = getattr(base, layer.parameter_name if isinstance(layer, ParamWrapper) else "weight", None)
+    outputs: int | None = getattr(base, "out_features", None if weight is None else weight.shape[0])
+    return outputs
+
+
+def _stacked_experts(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Frozen parameters that hold a matrix for each expert, by their names in the base."""
+    # Kernels of convolutions, for one, have three dimensions, too.
+    counts = _expert_counts(getattr(model, "config", None))
+    return {
+        name_in_base(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == STACKED_DIMENSIONS
+        and not parameter.requires_grad
+        and ("expert" in name or parameter.shape[0] in counts)
+    }
+
+
+def _expert_counts(config: object) -> set[int]:
+    """Numbers that a configuration gives its experts, parts of composite models included."""
+    if not isinstance(config, PreTrainedConfig):
+        return set()
+    found = {value for name, value in vars(config).items() if "expert" in name and isinstance(value, int)}
+    return found.union(*(_expert_counts(part) for part in vars(config).values())) - {0, 1}
