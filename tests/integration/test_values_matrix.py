@@ -152,6 +152,22 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def rows() -> list[dict[str, Any]]:
+    """Values by their places; any two values are together in one of them."""
+    found = pairwise({place: choices(place, said) for place, said in leaves(schema())})
+    assert 10 < len(found) < 60
+    for row in found:
+        if row["metrics.serviceMonitor.create"]:
+            # The chart refuses a ServiceMonitor without its Service.
+            row["metrics.service.create"] = True
+        if row["metrics.authentication"]:
+            # The chart refuses tokens in clear text.
+            row["metrics.tls.secretName"] = "metrics-tls"
+        # The definitions take half a second each time and depend on two flags.
+        row["crds.enabled"] = False
+    return found
+
+
 def schema() -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
     return loaded
@@ -185,18 +201,8 @@ def is_served(kube: Kube, name: str) -> bool:
 def test_any_two_values_together_make_objects_that_the_api_server_takes(
     installed: Installed, monitoring: Kube, tmp_path: Path
 ) -> None:
-    rows = pairwise({place: choices(place, said) for place, said in leaves(schema())})
-    assert 10 < len(rows) < 60
     found = {}
-    for row in rows:
-        if row["metrics.serviceMonitor.create"]:
-            # The chart refuses a ServiceMonitor without its Service.
-            row["metrics.service.create"] = True
-        if row["metrics.authentication"]:
-            # The chart refuses tokens in clear text.
-            row["metrics.tls.secretName"] = "metrics-tls"
-        # The definitions take half a second each time and depend on two flags.
-        row["crds.enabled"] = False
+    for row in rows():
         for document in template(installed, nested(row), tmp_path / "values.json"):
             found[json.dumps(document, sort_keys=True)] = document
     documents = list(found.values())

@@ -143,6 +143,14 @@ _GRYPE = _Module(
     flags=(*_QUICK, "-ldflags", "-s -w"),
 )
 """Only for a test of the night."""
+_HELM3 = _Module(
+    name="helm3-bin",
+    sources=_GO_SOURCES / "helm3",
+    packages=("helm.sh/helm/v3/cmd/helm",),
+    programs=("helm",),
+    flags=(*_QUICK, "-ldflags", "-s -w"),
+)
+"""Only for a test of the night."""
 _ORAS = _Module(
     name="oras-bin",
     sources=_GO_SOURCES / "oras",
@@ -232,6 +240,12 @@ def ensure_grype() -> tuple[Path, Path]:
     """Return the scanner, and the program that writes databases for it, built if the cache lacks them. Raises BuildError."""
     _ensure_built((_GRYPE,))
     return _GRYPE.directory() / "grype", _GRYPE.directory() / "advisories"
+
+
+def ensure_helm3() -> Path:
+    """Return the Helm of the generation before that of `ensure_binaries`, built if the cache lacks it. Raises BuildError."""
+    _ensure_built((_HELM3,))
+    return _HELM3.directory() / "helm"
 
 
 def ensure_oras() -> Path:

@@ -55,7 +55,7 @@ def with_sentinels(
     """The messages with marks around the contents of `roles` (None: of all), and the first mark.
 
     text: the same chat rendered without marks; no character of it is taken as a mark. calls: the names of called tools are
-    marked, too. Raises MarkError.
+    marked, too. Raises SentinelError.
     """
     # Most texts are ASCII, which Python knows without looking through them.
     first = _PLANES[0] if text.isascii() else next((plane for plane in _PLANES if not _IN_PLANE[plane].search(text)), None)
@@ -76,7 +76,7 @@ def with_sentinels(
 
 
 def read_sentinels(with_marks: str, first: int, num_messages: int) -> SentinelPositions:
-    """`with_marks`: rendered from what `marked` gave with the same `first`."""
+    """`with_marks`: rendered from what `with_sentinels` gave with the same `first`."""
     opened: tuple[list[int], ...] = tuple([] for _ in range(2 * num_messages))
     closed: tuple[list[int], ...] = tuple([] for _ in range(2 * num_messages))
     # Texts and marks in turn.
