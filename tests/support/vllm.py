@@ -1,8 +1,11 @@
-"""vLLM's own loading of LoRA adapters, without a GPU: an environment with the package and as much around it as that imports."""
+"""vLLM's own reading of LoRA adapters and of `vllm serve`, without a GPU: an environment with the package and as much around it
+as that imports.
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -10,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.support.cluster.cache import cache_root
 
@@ -23,7 +27,22 @@ _AROUND = (
     *("xgrammar==0.2.8", "zipp==4.1.2"),
 )
 """What it imports besides what the tests have; its wheel asks for a torch of its own and for kernels."""
-_PROGRAM = """
+_SERVE = """
+import json, sys
+import vllm.platforms
+from vllm.platforms.cpu import CpuPlatform
+# Options have defaults that depend on the device.
+vllm.platforms.current_platform = vllm.platforms._current_platform = CpuPlatform()
+from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+found = make_arg_parser(FlexibleArgumentParser()).parse_args(json.load(sys.stdin))
+validate_parsed_serve_args(found)
+adapters = {each.name: each.path for each in found.lora_modules or ()}
+names = found.served_model_name
+print(json.dumps({"model": found.model_tag, "adapters": adapters, "most_rank": found.max_lora_rank, "names": names}))
+"""
+_LOAD = """
 import json, logging, sys
 from types import SimpleNamespace
 import vllm.lora.lora_model as loading
@@ -54,11 +73,23 @@ class Loaded:
 
 def load_adapters(given: Sequence[tuple[Path, int, Sequence[str]]]) -> list[Loaded]:
     """given: of each adapter the directory, what --max-lora-rank is, and the names of the modules that a model lets adapt."""
-    order = json.dumps([[str(directory), most_rank, list(modules)] for directory, most_rank, modules in given])
-    command = [str(_ensure_environment() / "bin" / "python"), "-P", "-c", _PROGRAM]
-    done = subprocess.run(command, input=order, capture_output=True, text=True, check=False)
+    order = [[str(directory), most_rank, list(modules)] for directory, most_rank, modules in given]
+    return [Loaded(**answer) for answer in _answers(_LOAD, order)]
+
+
+def parse_serve(line: str) -> dict[str, Any]:
+    """What `vllm serve` understands of a line: its model, adapters by name, the highest rank, and names of the model."""
+    program, verb, *arguments = shlex.split(line)
+    assert (program, verb) == ("vllm", "serve")
+    (found,) = _answers(_SERVE, arguments)
+    return found
+
+
+def _answers(program: str, order: Sequence[Any]) -> list[dict[str, Any]]:
+    command = [str(_ensure_environment() / "bin" / "python"), "-P", "-c", program]
+    done = subprocess.run(command, input=json.dumps(order), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [Loaded(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(answer) for answer in done.stdout.splitlines() if answer.startswith("{")]
 
 
 def _ensure_environment() -> Path:

@@ -1,19 +1,24 @@
-"""What the report says about LoRA in vLLM, asked of vLLM: its own code judges and reads the adapters. Nothing is computed."""
+"""What report and pages say about vLLM, asked of vLLM: its own code judges and reads adapters and lines. Nothing is computed."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
 from finetune_trainer.release.adapter_check import ServingReport, check_adapter
+from finetune_trainer.report.summary import commands
+from tests.support.documented import ROOT, blocks_of
 from tests.support.tiny_model import write_tiny_llama
-from tests.support.vllm import Loaded, load_adapters
+from tests.support.vllm import VERSION, Loaded, load_adapters, parse_serve
+from tests.unit.finetune_trainer.release.example import FROM_HUB, example
 from tests.unit.finetune_trainer.release.test_adapter_check import LORA, NOT_SERVED, written
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
@@ -62,3 +67,29 @@ def test_a_lower_rank_than_the_one_that_is_said_is_refused(asked: dict[str, tupl
     assert report.max_lora_rank == 16
     (loaded,) = load_adapters([(directory, 8, MODULES)])
     assert "LoRA rank 9 is greater than max_lora_rank 8" in (loaded.refused or "")
+
+
+@pytest.mark.parametrize(
+    ("destination", "model", "adapter"),
+    [("pvc://out/result", "./merged", "./adapter"), ("hf://team/tuned", "team/tuned", "team/tuned-adapter")],
+)
+def test_vllm_understands_the_lines_of_the_report(destination: str, model: str, adapter: str, tmp_path: Path) -> None:
+    lines = dict(commands(example(tmp_path, FROM_HUB | {"output.destination": destination}).facts()))
+    merged = parse_serve(lines["Serve the merged model with vLLM"])
+    assert (merged["model"], merged["adapters"]) == (model, {})
+    adapted = parse_serve(lines["Serve the adapter with vLLM"])
+    assert (adapted["model"], adapted["adapters"], adapted["most_rank"]) == ("maker/base", {"tuned": adapter}, 16)
+
+
+def test_vllm_understands_the_lines_of_the_pages() -> None:
+    page = ROOT / "docs" / "getting-started.md"
+    on_one_machine = [line for block in blocks_of(page) for line in block.text.splitlines() if line.startswith("vllm ")]
+    found = [parse_serve(line) for line in on_one_machine]
+    assert [each["adapters"] for each in found] == [{"support-bot": "runs/claims/results/support-bot/adapter"}, {}]
+    assert found[1]["names"] == ["support-bot"]
+    (manifest,) = [block.text for block in blocks_of(page) if "name: vllm" in block.text]
+    deployment = yaml.safe_load(manifest.partition("<<'EOF'\n")[2].partition("EOF\n")[0])
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["image"].endswith(f":v{VERSION}")
+    served = parse_serve(shlex.join([*container["command"], *container["args"]]))
+    assert served["adapters"] == {"support-bot": "/claims/results/support-bot/adapter"}
