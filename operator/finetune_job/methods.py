@@ -16,6 +16,9 @@ from typing import Any
 
 from finetune_job.api.method import MethodType
 
+INSIDE_PEFT = "base_model.model."
+"""How the names of a base's modules begin in a model that PEFT has put adapters on, and in the files of adapters."""
+
 
 class Family(Enum):
     """Where a method's settings are."""

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from finetune_job.api.method import ALL_LINEAR, LoraBias, MethodType
+from finetune_job.methods import INSIDE_PEFT
 from finetune_job.module_expressions import key_expression
 from finetune_job.plan.element_types import DTYPE_BYTES
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan, QuantizationPlan
@@ -18,8 +19,6 @@ from finetune_memory.model_shape import LINEAR, ParameterShape, UnknownModelErro
 
 FIRST_VALUES = "first_values"
 """Name of the frozen adapter that holds what an adapter started with, where that is a part of the base's weights."""
-PREFIX = "base_model.model."
-"""What PEFT puts before the names of the base model."""
 HEADS = ("lm_head", "embed_out", "output")
 STACKED_EXPERTS: Mapping[str, Mapping[str, tuple[str, int]]] = {
     "mixtral": {"gate": ("gate.weight", 1), "w1": ("gate_up_proj", 2), "w3": ("gate_up_proj", 2), "w2": ("down_proj", 1)},
@@ -102,7 +101,7 @@ def _with_adapters(base: Sequence[ParameterShape], lora: LoraPlan, held: str, ad
         # A tied head holds no weight of its own, but an adapter of its own.
         modules[HEADS[0]] = [replace(modules[embeddings[0]][0], name=f"{HEADS[0]}.weight", kind="linear")]
     for name, parameters in modules.items():
-        path = PREFIX + name
+        path = INSIDE_PEFT + name
         if any(name.endswith(saved) for saved in lora.modules_to_save):
             yield from (_held(each, f"{path}.original_module", held) for each in parameters)
             yield from (_held(each, f"{path}.modules_to_save.default", held, is_trained=True) for each in parameters)

@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from finetune_job.api.method import ALL_LINEAR
-from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX, whole_parameter
+from finetune_job.methods import INSIDE_PEFT
+from finetune_trainer.merge.adapter_names import whole_parameter
 from finetune_trainer.merge.adapter_settings import AdapterHeaders, AdapterSettings
 from finetune_trainer.merge.changes import Change
 from finetune_trainer.merge.parameter_adapters import MatrixChange
@@ -136,7 +137,7 @@ def apply_to_tied_copies(adapter: AdapterHeaders, model: StoredModel, result: Ad
     for tie in model.ties:
         first, *others = tie.paths
         for path in others:
-            if any(name.startswith(f"{ADAPTER_PREFIX}{module_of(path)}.") for name in adapter.copies):
+            if any(name.startswith(f"{INSIDE_PEFT}{module_of(path)}.") for name in adapter.copies):
                 if first in result.changes:
                     result.changes[path] = list(result.changes[first])
                 if first in result.replacements:

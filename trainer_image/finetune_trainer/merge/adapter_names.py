@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from finetune_job.methods import INSIDE_PEFT
 from finetune_trainer.weights.errors import AdapterTensorDuplicateError, AdapterTensorUnknownError
 from finetune_trainer.weights.headers import TensorHeader
 
 Key = TypeVar("Key")
 CLASSIFIER_HEADS = ("score", "classifier", "qa_outputs")
 """What transformers calls the output layers of tasks other than the next token; PEFT saves them whole next to an adapter."""
-ADAPTER_PREFIX = "base_model.model."
 TOKENS_PART = "token_adapter.trainable_tokens_delta"
 FACTOR_PARTS: Mapping[str, str] = {
     "lora_A.weight": "lora_A",
@@ -58,12 +58,11 @@ def parse_names(adapter: Mapping[str, TensorHeader]) -> ParsedAdapter:
     """Raises AdapterTensorUnknownError and AdapterTensorDuplicateError naming the tensor."""
     parsed = ParsedAdapter()
     for name, tensor in adapter.items():
-        if not name.startswith(ADAPTER_PREFIX):
+        if not name.startswith(INSIDE_PEFT):
             raise AdapterTensorUnknownError(
-                f"adapter tensor {name}: PEFT's names begin with {ADAPTER_PREFIX!r}. Save the adapter with PEFT's "
-                "save_pretrained."
+                f"adapter tensor {name}: PEFT's names begin with {INSIDE_PEFT!r}. Save the adapter with PEFT's save_pretrained."
             )
-        path = name.removeprefix(ADAPTER_PREFIX)
+        path = name.removeprefix(INSIDE_PEFT)
         match = _NESTED.fullmatch(path)
         module, _, parameter = path.rpartition(".")
         if module.endswith(f".{TOKENS_BASE}"):
@@ -94,7 +93,7 @@ def whole_parameter(name: str) -> str | None:
     """The parameter of the base model that an adapter tensor of this name has all values of; None: it is a part of an adapter."""
     if ".lora_" in name or not name.endswith((".weight", ".bias")):
         return None
-    module, _, parameter = name.removeprefix(ADAPTER_PREFIX).rpartition(".")
+    module, _, parameter = name.removeprefix(INSIDE_PEFT).rpartition(".")
     wrapper = next((wrapper for wrapper in WRAPPERS if module.endswith(f".{wrapper}")), None)
     return f"{module.removesuffix(f'.{wrapper}') if wrapper else module}.{parameter}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX
+from finetune_job.methods import INSIDE_PEFT
 from finetune_trainer.merge.adapter_settings import AdapterSettings
 from finetune_trainer.merge.changes import Addition, LowRank, ModuleMerge, Orientation
 from finetune_trainer.weights.errors import (
@@ -106,7 +106,7 @@ def _require(module: str, found: LayerTensors, wanted: set[str]) -> None:
     for part in sorted(wanted - found.keys()):
         present = sorted(tensor.name for tensor in found.values())
         raise AdapterTensorMissingError(
-            f"adapter tensor {ADAPTER_PREFIX}{module}.{part} is missing, although {present} are there. Save the adapter again."
+            f"adapter tensor {INSIDE_PEFT}{module}.{part} is missing, although {present} are there. Save the adapter again."
         )
     for part in sorted(found.keys() - wanted):
         raise AdapterTensorUnknownError(

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune_job.methods import INSIDE_PEFT
 from finetune_trainer.files import file_sha256
 from finetune_trainer.merge.adapter_changes import with_saved_vocabulary
-from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX, TOKENS_BASE, TOKENS_PART
+from finetune_trainer.merge.adapter_names import TOKENS_BASE, TOKENS_PART
 from finetune_trainer.merge.adapter_settings import AdapterHeaders
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.expressions import require_expressions_that_end
@@ -205,7 +206,7 @@ def _copies(tensors: Mapping[str, TensorHeader], model: StoredModel, config: Map
     indices = config.get("trainable_token_indices")
     are_same_rows = not isinstance(indices, Mapping) or len({tuple(rows) for rows in indices.values()}) == 1
     for tie in model.ties:
-        first, *others = (f"{ADAPTER_PREFIX}{path.rpartition('.')[0]}." for path in tie.paths)
+        first, *others = (f"{INSIDE_PEFT}{path.rpartition('.')[0]}." for path in tie.paths)
         for prefix in others:
             own = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
             parts = {name.removeprefix(prefix) for name in own}
@@ -219,7 +220,7 @@ def _unchanged(tensors: Mapping[str, TensorHeader], model: StoredModel) -> Itera
     for tie in model.ties:
         stored = model.parameters[tie.source].parts[0].header
         for path in tie.paths:
-            name = f"{ADAPTER_PREFIX}{path}"
+            name = f"{INSIDE_PEFT}{path}"
             if name in tensors and have_same_values(tensors[name], stored):
                 yield name
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from finetune_job.methods import METHODS, MergeSetting
+from finetune_job.methods import INSIDE_PEFT, METHODS, MergeSetting
 from finetune_trainer.merge.adapter_changes import (
     AdapterChanges,
     apply_to_tied_copies,
@@ -21,7 +21,7 @@ from finetune_trainer.merge.adapter_changes import (
     require_all_targets,
     saved_parameters,
 )
-from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX, absent_in_base
+from finetune_trainer.merge.adapter_names import absent_in_base
 from finetune_trainer.merge.adapter_settings import AdapterHeaders, adapter_settings
 from finetune_trainer.merge.changes import ModuleMerge, TokenRows
 from finetune_trainer.merge.factors import CONV1D_MODEL_TYPES, check_shapes
@@ -90,7 +90,7 @@ def non_lora_changes(adapter: AdapterHeaders, model: StoredModel, base_config: M
     tokens: dict[str, TensorHeader] = {}
     saved = saved_parameters(adapter, model)
     for name, tensor in adapter.tensors.items():
-        if not name.startswith(ADAPTER_PREFIX):
+        if not name.startswith(INSIDE_PEFT):
             if not name.startswith(SHARED_PREFIX):
                 raise AdapterTensorUnknownError(f"adapter tensor {name}: PEFT's names begin with {SHARED_PREFIX!r}.")
             shared[name] = tensor
@@ -157,12 +157,12 @@ def _supported(config: Mapping[str, Any]) -> str:
 
 def _split(name: str, model: StoredModel) -> tuple[str, str]:
     """Adapter tensor name -> (module of the base model, the part within it): the longest beginning that has a weight."""
-    parts = name.removeprefix(ADAPTER_PREFIX).split(".")
+    parts = name.removeprefix(INSIDE_PEFT).split(".")
     for length in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:length])
         if _header(model, f"{module}.weight") is not None:
             return module, ".".join(parts[length:])
-    raise absent_in_base(name, name.removeprefix(ADAPTER_PREFIX))
+    raise absent_in_base(name, name.removeprefix(INSIDE_PEFT))
 
 
 def _replace(result: AdapterChanges, name: str, tensor: TensorHeader, model: StoredModel) -> None:

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX
+from finetune_job.methods import INSIDE_PEFT
 from finetune_trainer.merge.adapter_settings import AdapterSettings
 from finetune_trainer.merge.changes import LowRank, Orientation
 from finetune_trainer.merge.factors import check_shapes
@@ -34,7 +34,7 @@ PARAMETER_ORDER = (
 ROUTER = "gate"
 """The router's module where PEFT converts old adapters: a linear layer then, a module with a bare parameter now."""
 
-_FACTOR = re.compile(rf"{re.escape(ADAPTER_PREFIX)}(?P<module>.+?)(?P<nest>(?:\.base_layer)*)\.lora_(?P<factor>[AB])\.weight")
+_FACTOR = re.compile(rf"{re.escape(INSIDE_PEFT)}(?P<module>.+?)(?P<nest>(?:\.base_layer)*)\.lora_(?P<factor>[AB])\.weight")
 
 WrapperKey = tuple[str, int]
 """Module by the model's own path, and the number of wrappers around the one that is meant."""
@@ -98,7 +98,7 @@ def parameter_changes(stored: StoredModel, adapter: Mapping[str, TensorHeader], 
             found = pairs.pop((module, depth), None)
             if found is None:
                 raise AdapterTensorMissingError(
-                    f"the adapter holds no tensor {ADAPTER_PREFIX}{module}{'.base_layer' * depth}.lora_A.weight, although "
+                    f"the adapter holds no tensor {INSIDE_PEFT}{module}{'.base_layer' * depth}.lora_A.weight, although "
                     f"target_parameters {list(settings.target_parameters)!r} covers {parameter.path}: the adapter was saved "
                     "incompletely. Save it again from all ranks."
                 )

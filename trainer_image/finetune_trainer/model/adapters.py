@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune_job.api.method import ALL_LINEAR, LoraInit, MethodType
 from finetune_job.method_settings import peft_fields
-from finetune_job.methods import METHODS, lora_kind
+from finetune_job.methods import INSIDE_PEFT, METHODS, lora_kind
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan, RunPlan
 from finetune_memory.adapters import FIRST_VALUES
 from finetune_trainer.errors import ConfigError, InvariantError
@@ -176,7 +176,7 @@ def _take_off_first_values(adapted: PeftModel, lora: LoraPlan, held: torch.dtype
     """
     field, init = "spec.method.lora.initLoraWeights", lora.init_lora_weights.value
     for name, layer in lora_layers(adapted).items():
-        base, shown = layer.get_base_layer(), name.removeprefix("base_model.model.")
+        base, shown = layer.get_base_layer(), name.removeprefix(INSIDE_PEFT)
         if ADAPTER not in layer.lora_A or not isinstance(base, nn.Linear | Conv1D):
             raise ConfigError(
                 f"{field}: {init} decomposes the weights of linear layers, and {shown} is a {type(base).__name__}",

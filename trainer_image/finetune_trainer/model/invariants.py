@@ -11,7 +11,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from finetune_job.api.method import LoraBias, MethodType
-from finetune_job.methods import METHODS
+from finetune_job.methods import INSIDE_PEFT, METHODS
 from finetune_job.plan.run_plan import FsdpPlan, MethodPlan, RunPlan
 from finetune_job.sharding import Conflict, by_unit, element_types, unit_conflict
 from finetune_memory.adapters import FIRST_VALUES
@@ -81,7 +81,7 @@ def check_norms(layer: str, norms: torch.Tensor, factors: tuple[torch.Tensor, to
     """
     nothing = norms <= (torch.zeros_like(norms) if factors is None else _rounding_of_product(*factors, scaling))
     if bool(nothing.any()):
-        message, fix = zero_row(layer.removeprefix("base_model.model."), "row", int(nothing.nonzero()[0]))
+        message, fix = zero_row(layer.removeprefix(INSIDE_PEFT), "row", int(nothing.nonzero()[0]))
         raise ConfigError(f"spec.method.lora.targetModules: {message}", fix)
 
 

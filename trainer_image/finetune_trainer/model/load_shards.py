@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
+from finetune_job.methods import INSIDE_PEFT
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.sharding import can_load_shards
 from finetune_trainer.checkpoint.state import ParameterRange
@@ -203,7 +204,7 @@ def fill_from_files(
 
 def base_name(name: str) -> str:
     """The base model's name of a parameter of it inside a PEFT model; any other name is not one of a base model."""
-    parts = name.removeprefix("base_model.model.").split(".")
+    parts = name.removeprefix(INSIDE_PEFT).split(".")
     wrapped = ("base_layer", "original_module", "modules_to_save", "token_adapter", ADAPTER)
     return ".".join(part for part in parts if part not in wrapped)
 

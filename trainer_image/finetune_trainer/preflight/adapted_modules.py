@@ -12,10 +12,8 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from finetune_job.methods import INSIDE_PEFT
 from finetune_job.plan.run_plan import MethodPlan
-
-INSIDE_PEFT = "base_model.model."
-"""Beginning of the names that PEFT gives to modules of the base."""
 
 
 def name_in_base(name: str) -> str:

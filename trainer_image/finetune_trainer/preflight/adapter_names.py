@@ -20,9 +20,10 @@ from transformers.pytorch_utils import Conv1D
 from finetune_job.api.method import ALL_LINEAR
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
+from finetune_job.methods import INSIDE_PEFT
 from finetune_job.plan.run_plan import LoraPlan
 from finetune_trainer.model.adapters import REFUSALS, lora_config
-from finetune_trainer.preflight.adapted_modules import INSIDE_PEFT, name_in_base
+from finetune_trainer.preflight.adapted_modules import name_in_base
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.preflight.module_names import (
     wrong_method_settings,

@@ -19,9 +19,9 @@ from finetune_job.api.method import MethodType
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.method_settings import TARGETS
-from finetune_job.methods import METHODS
+from finetune_job.methods import INSIDE_PEFT, METHODS
 from finetune_job.plan.run_plan import MethodPlan
-from finetune_trainer.preflight.adapted_modules import INSIDE_PEFT, adapted_modules, adapter_settings, is_packed, name_in_base
+from finetune_trainer.preflight.adapted_modules import adapted_modules, adapter_settings, is_packed, name_in_base
 from finetune_trainer.preflight.experts import adapted_routers, experts_not_packed, experts_without_adapter
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.preflight.name_matching import PATTERNS, pattern_matches, targets

@@ -24,7 +24,7 @@ from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.method_settings import known_settings
-from finetune_job.methods import METHODS, lora_kind
+from finetune_job.methods import INSIDE_PEFT, METHODS, lora_kind
 from finetune_job.plan.run_plan import MethodPlan, RunPlan
 from finetune_trainer.inspection.module_use import ModuleUse, ModuleUses
 from finetune_trainer.preflight.adapted_modules import is_packed
@@ -32,7 +32,6 @@ from finetune_trainer.preflight.fsdp_units import CLASSES_FIELD, POLICY_FIELD
 from finetune_trainer.preflight.model_inspection import ModelInspection
 
 _PEFT_FIELD = "spec.parallelism.fsdp.peftWrapPolicy"
-_ADAPTED = "base_model.model."
 _PARTS_OF_PEFT = frozenset({"base_layer", "original_module", "modules_to_save", "token_adapter", "default"})
 _SHOWN, _LISTED = 4, 8
 _MOST_NAMES = 256
@@ -115,7 +114,7 @@ def bypassed_linear(model: nn.Module, uses: ModuleUses) -> list[str]:
 
 def base_name(name: str) -> str:
     """A module's name without what PEFT puts around it."""
-    parts = name.removeprefix(_ADAPTED).split(".") if name.startswith(_ADAPTED) else name.split(".")
+    parts = name.removeprefix(INSIDE_PEFT).split(".") if name.startswith(INSIDE_PEFT) else name.split(".")
     return ".".join(part for part in parts if part not in _PARTS_OF_PEFT)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from finetune_job.api.method import MethodType
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
+from finetune_job.methods import INSIDE_PEFT
 from finetune_job.plan.run_plan import FsdpPlan, RunPlan
 from finetune_job.sharding import (
     Conflict,
@@ -108,7 +109,7 @@ def check_stacked_weights(seen: ModelInspection) -> Iterator[Finding]:
     names = [name for name, module in seen.trained.model.named_modules() if isinstance(module, ParamWrapper)]
     if not names:
         return
-    shown = names[0].removeprefix("base_model.model.")
+    shown = names[0].removeprefix(INSIDE_PEFT)
     yield make_finding(
         "stacked-experts-under-fsdp1",
         field="spec.method.lora.targetModules",
