@@ -8,7 +8,7 @@ from pydantic.alias_generators import to_camel
 
 from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.chat_templates import JINJA, TEMPLATES
-from finetune_job.plan.inputs import named_sources
+from finetune_job.plan.inputs import NamedSource, named_sources
 from finetune_job.plan.mapping import OF_FORMAT, makes_chats_of_pairs, mapped_fields
 from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
 from finetune_job.rules.rule_tables import Bounds
@@ -158,7 +158,7 @@ def dataset_weight_range(context: RuleContext) -> Problem | None:
 def csv_with_chat(context: RuleContext) -> Problem | None:
     if context.spec.data.format is not DataFormat.CHAT or makes_chats_of_pairs(context.spec.data.mapping, DataFormat.CHAT):
         return None
-    tables = [named for named in named_sources(context.spec) if not named.is_model and named.source.lower().endswith(".csv")]
+    tables = _files(context, ".csv")
     if not tables:
         return None
     return Problem(
@@ -184,7 +184,7 @@ def csv_with_chat(context: RuleContext) -> Problem | None:
 )
 def txt_without_text(context: RuleContext) -> Problem | None:
     data_format = context.spec.data.format
-    texts = [named for named in named_sources(context.spec) if not named.is_model and named.source.lower().endswith(".txt")]
+    texts = _files(context, ".txt")
     if data_format is DataFormat.TEXT or not texts:
         return None
     return Problem(
@@ -200,7 +200,7 @@ def txt_without_text(context: RuleContext) -> Problem | None:
 @rule(
     "mapping-without-effect",
     "A mapping names parts that records of the format have",
-    reads=(_MAPPING, _FORMAT),
+    reads=(_MAPPING, _FORMAT, _SOURCE, _DATASETS, _VALIDATION),
     sources=("this product's API",),
     reproduction=Reproduction(
         "tests/pitfalls/test_records.py::test_a_mapping_of_what_the_format_does_not_have",
@@ -223,7 +223,7 @@ def mapping_without_effect(context: RuleContext) -> Problem | None:
     fits = next((each for each in DataFormat if all(name in OF_FORMAT[each] for name in fields)), None)
     is_written = getattr(data.mapping, wrong[0]) is not None
     named = f"{_MAPPING}.{to_camel(wrong[0]) if is_written else 'preset'}"
-    sets_format = fits not in (None, data.format)
+    sets_format = fits is not None and fits is not data.format and _can_hold(context, fits)
     return Problem(
         field=_MAPPING,
         value=f"{to_camel(wrong[0])}: {fields[wrong[0]]}" if is_written else f"preset: {data.mapping.preset}",
@@ -231,6 +231,18 @@ def mapping_without_effect(context: RuleContext) -> Problem | None:
         fix=f"set {_FORMAT}: {fits}, or remove {named}" if sets_format else f"remove {named}",
         changes={_FORMAT: fits} if sets_format else {named: None},
     )
+
+
+def _files(context: RuleContext, ending: str) -> list[NamedSource]:
+    """Sources of records that are one file of this kind."""
+    return [named for named in named_sources(context.spec) if not named.is_model and named.source.lower().endswith(ending)]
+
+
+def _can_hold(context: RuleContext, data_format: DataFormat) -> bool:
+    """Whether the kinds of the files, as far as they show, allow records of this format."""
+    if _files(context, ".txt"):
+        return data_format is DataFormat.TEXT
+    return data_format is not DataFormat.CHAT or not _files(context, ".csv")
 
 
 @rule(

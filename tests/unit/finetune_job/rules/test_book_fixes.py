@@ -349,6 +349,22 @@ def test_other_cases_are_as_written_down(rule, written, expected):
     assert told(rule, written) == expected
 
 
+@pytest.mark.parametrize(
+    ("written", "changes"),
+    [
+        ({"data.source": "pvc://data/a.jsonl"}, {"data.format": "Chat"}),
+        # Chat would be refused for a table, and a .txt file has one format.
+        ({"data.source": "pvc://data/a.csv"}, {"data.mapping.content": None}),
+        ({"data.source": "pvc://data/a.TXT"}, {"data.mapping.content": None}),
+        ({"data.validation": {"source": "pvc://data/a.csv"}}, {"data.mapping.content": None}),
+        ({"data.source": "pvc://data/a.csv", "data.mapping": {"text": "t"}}, {"data.format": "Text"}),
+        ({"data.source": "pvc://data/a.txt", "data.mapping": {"text": "t"}}, {"data.format": "Text"}),
+    ],
+)
+def test_a_mapping_asks_for_no_format_that_its_files_cannot_hold(written, changes):
+    assert told("mapping-without-effect", {"data.mapping": {"content": "words"}} | written) == (E, "data.mapping", changes)
+
+
 BATCH, MICRO, RANKS = "training.globalBatchSize", "training.microBatchSize", "parallelism.processesPerNode"
 
 
