@@ -79,8 +79,9 @@ def test_the_manifest_of_the_page_ends_as_a_served_adapter(
         place = next(place for place in mounted if path.startswith(f"{place}/"))
         return f"pvc://{claims_of_server[mounted[place]]}{path.removeprefix(place)}"
 
-    options = dict(argument.partition("=")[::2] for argument in server["args"])
-    assert on_claim(options["--model"]) == job["model"]["source"]
+    model, *named = server["args"]
+    options = dict(argument.partition("=")[::2] for argument in named)
+    assert on_claim(model) == job["model"]["source"]
     name, _, adapter = options["--lora-modules"].partition("=")
     assert (name, on_claim(adapter)) == (NAME, f"{job['output']['destination']}/adapter")
     assert "--enable-lora" in options
