@@ -275,6 +275,7 @@ def end_after_verdict(context: RunContext, ranks: range, agent: Child, ended: th
 
 
 def _read_output(said: BinaryIO, path: Path) -> str:
+    """Until every process that holds the pipe has ended. Nothing bounds the time between the ranks' last report and that."""
     tail = b""
     kept: CappedFile | None = None
     with suppress(OSError):
