@@ -98,9 +98,12 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
         wait_until_resolved(launch.master_address, stopped)
     exit_status, output = (0, "") if stopped.is_set() else _run_torchrun(context, launch, stopped)
     reports = read_rank_reports(reports_directory)
-    if stopped.is_set():
+    succeeded = {report.rank for report in reports if report.outcome is Outcome.SUCCEEDED}
+    # What is told to a rank that has succeeded, or kills it, changes nothing any more.
+    is_done = succeeded.issuperset(_local_ranks(context, launch))
+    if stopped.is_set() and not is_done:
         return _preempted(context, launch, reports)
-    if exit_status == 0:
+    if exit_status == 0 or is_done:
         facts = next((report.facts for report in reports if report.rank == 0), {})
         return TerminationReport(
             role=role,
@@ -275,7 +278,6 @@ def end_after_verdict(context: RunContext, ranks: range, agent: Child, ended: th
 
 
 def _read_output(said: BinaryIO, path: Path) -> str:
-    """Until every process that holds the pipe has ended. Nothing bounds the time between the ranks' last report and that."""
     tail = b""
     kept: CappedFile | None = None
     with suppress(OSError):

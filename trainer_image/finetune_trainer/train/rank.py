@@ -34,6 +34,7 @@ def run_launched_rank(context: RunContext, *, node_rank: int, observe_port: int)
     )
     # Bars redraw themselves with carriage returns, which makes one endless line of a log file.
     transformers_logging.disable_progress_bar()
+    stop = StopRequest()
     report = run_rank(
         context,
         rank=rank,
@@ -41,7 +42,10 @@ def run_launched_rank(context: RunContext, *, node_rank: int, observe_port: int)
         local_rank=local_rank,
         node_rank=node_rank,
         observe_port=observe_port,
+        stop=stop,
     )
+    if report.outcome is Outcome.SUCCEEDED:
+        stop.leave()
     return exit_code(report)
 
 
@@ -54,6 +58,7 @@ def run_rank(
     node_rank: int,
     observe_port: int,
     init_method: str = ENVIRONMENT,
+    stop: StopRequest | None = None,
 ) -> TerminationReport:
     """Train as this rank and keep its report on the workspace; a rank that is only an echo waits before it returns.
 
@@ -63,7 +68,7 @@ def run_rank(
     role = Role.TRAIN.value
     directory = context.workspace.reports(role, context.attempt)
     heartbeat = Heartbeat()
-    stop = StopRequest()
+    stop = stop or StopRequest()
     if context.plan.training.deterministic:
         pin_kernels()
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import time
 from types import FrameType
@@ -286,6 +287,16 @@ class StopRequest:
     def install(self) -> None:
         """Take SIGTERM; call in the main thread."""
         signal.signal(signal.SIGTERM, self._on_signal)
+
+    def leave(self) -> None:
+        """Let SIGTERM end this process again, and at once if it came before.
+
+        torch has a rank that has succeeded wait for its agent, and an agent that is told to stop waits for its ranks: each would
+        wait for the other until the agent's time for a shutdown is over.
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.requested:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.requested = True

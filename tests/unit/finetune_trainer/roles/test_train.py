@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import pytest
 import torch
 
 from finetune_cli.local.launch import free_port
-from finetune_job.failures import EXIT_CODES, FailureClass, TerminationReport, parse_envelope
+from finetune_job.failures import EXIT_CODES, FailureClass, Outcome, TerminationReport, parse_envelope
+from finetune_job.names import SHUTDOWN_SECONDS
 from finetune_job.progress import Progress
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import ConfigError, classify
@@ -34,7 +36,8 @@ from finetune_trainer.roles.train import (
     torchrun_arguments,
     wait_until_resolved,
 )
-from tests.support import told_devices
+from finetune_trainer.train.run import StopRequest
+from tests.support import late_signal, told_devices
 from tests.support.forked_pods import PodServer
 from tests.support.forked_ranks import run_processes
 from tests.support.tiny_model import run_context, tiny_spec
@@ -220,6 +223,23 @@ def _forks_after_touching() -> bool:
     return start_method_of_ranks() == "fork"
 
 
+@pytest.mark.parametrize("late", ["SIGTERM", "SIGKILL"])
+def test_what_comes_after_the_success_of_all_ranks_neither_holds_the_pod_nor_changes_its_end(
+    tmp_path: Path, port: int, start: Callable[..., Pod], late: str
+) -> None:
+    context = run_context(tmp_path, tiny_spec(parallelism={"processesPerNode": 2}))
+    pod = start(context, port, module=late_signal.__name__, variables={late_signal.SIGNAL: late})
+    # torchrun would wait for its ranks for two minutes, and these for torchrun.
+    assert pod.process.wait(SHUTDOWN_SECONDS - 30) == 0
+    assert pod.report().outcome is Outcome.SUCCEEDED
+    assert context.workspace.adapter.exists()
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "afterwards"])
+def test_sigterm_ends_a_rank_that_has_nothing_to_save_any_more(is_late: bool) -> None:
+    assert run_processes([partial(_leaves, is_late)]) == [-signal.SIGTERM]
+
+
 def test_fewer_ranks_than_the_plans_are_all_of_a_gang_that_adds_up_in_order(tmp_path: Path) -> None:
     nodes = {"nodes": 2, "processesPerNode": 4, "fsdp": {"version": 2}}
     ordered = run_context(tmp_path, tiny_spec(parallelism=nodes, training={"reduction": "Ordered", "globalBatchSize": 8}))
@@ -249,6 +269,16 @@ def test_fewer_ranks_than_the_plans_are_all_of_a_gang_that_adds_up_in_order(tmp_
 def test_ranks_are_not_forked_where_a_device_was_touched() -> None:
     """torch notes that it was asked for devices, whether there are any or not: a fork after that could not use one."""
     assert run_processes([_forks_after_touching]) == [0]
+
+
+def _leaves(is_late: bool) -> None:
+    stop = StopRequest()
+    stop.install()
+    if not is_late:
+        os.kill(os.getpid(), signal.SIGTERM)
+    stop.leave()
+    if is_late:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("visible", [{}, {"CUDA_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1"}])
