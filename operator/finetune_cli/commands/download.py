@@ -25,7 +25,7 @@ MOST_BREAKS = 5
 _LINE = re.compile(r"(?P<sha256>[0-9a-f]{64})  (?P<name>.+)")
 _READ_BYTES = 1 << 20
 _PARTIAL = ".part"
-"""Ends the name of a file whose bytes are still coming, and of which the next call goes on."""
+"""Ends the name of a file whose bytes are still coming; the next call continues it."""
 
 
 class ResultSource(Protocol):

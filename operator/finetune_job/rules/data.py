@@ -156,9 +156,7 @@ def dataset_weight_range(context: RuleContext) -> Problem | None:
     holds_for=OURS,
 )
 def csv_with_chat(context: RuleContext) -> Problem | None:
-    if context.spec.data.format is not DataFormat.CHAT or makes_chats_of_pairs(context.spec.data.mapping, DataFormat.CHAT):
-        return None
-    tables = _files(context, ".csv")
+    tables = _tables(context, context.spec.data.format)
     if not tables:
         return None
     return Problem(
@@ -184,8 +182,8 @@ def csv_with_chat(context: RuleContext) -> Problem | None:
 )
 def txt_without_text(context: RuleContext) -> Problem | None:
     data_format = context.spec.data.format
-    texts = _files(context, ".txt")
-    if data_format is DataFormat.TEXT or not texts:
+    texts = _texts(context, data_format)
+    if not texts:
         return None
     return Problem(
         field=_FORMAT,
@@ -223,7 +221,7 @@ def mapping_without_effect(context: RuleContext) -> Problem | None:
     fits = next((each for each in DataFormat if all(name in OF_FORMAT[each] for name in fields)), None)
     is_written = getattr(data.mapping, wrong[0]) is not None
     named = f"{_MAPPING}.{to_camel(wrong[0]) if is_written else 'preset'}"
-    sets_format = fits is not None and fits is not data.format and _can_hold(context, fits)
+    sets_format = fits is not None and fits is not data.format and not (_tables(context, fits) or _texts(context, fits))
     return Problem(
         field=_MAPPING,
         value=f"{to_camel(wrong[0])}: {fields[wrong[0]]}" if is_written else f"preset: {data.mapping.preset}",
@@ -238,11 +236,15 @@ def _files(context: RuleContext, ending: str) -> list[NamedSource]:
     return [named for named in named_sources(context.spec) if not named.is_model and named.source.lower().endswith(ending)]
 
 
-def _can_hold(context: RuleContext, data_format: DataFormat) -> bool:
-    """Whether the kinds of the files, as far as they show, allow records of this format."""
-    if _files(context, ".txt"):
-        return data_format is DataFormat.TEXT
-    return data_format is not DataFormat.CHAT or not _files(context, ".csv")
+def _tables(context: RuleContext, data_format: DataFormat) -> list[NamedSource]:
+    """Tables whose records, of this format, would have to hold the turns of a chat."""
+    holds_turns = data_format is DataFormat.CHAT and not makes_chats_of_pairs(context.spec.data.mapping, data_format)
+    return _files(context, ".csv") if holds_turns else []
+
+
+def _texts(context: RuleContext, data_format: DataFormat) -> list[NamedSource]:
+    """Files of text alone whose records, of this format, would have to have parts."""
+    return [] if data_format is DataFormat.TEXT else _files(context, ".txt")
 
 
 @rule(

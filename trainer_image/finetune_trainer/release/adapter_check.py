@@ -76,7 +76,7 @@ class ServingReport:
     reasons: tuple[str, ...]
     """Why it does not; empty: it does."""
     max_lora_rank: int | None
-    """What --max-lora-rank must be at least; None where it does not load."""
+    """What --max-lora-rank must be at least; None where it is not served."""
     notes: tuple[str, ...] = ()
     """What it depends on besides."""
     is_for_llama_cpp: bool = False
@@ -90,7 +90,7 @@ class ServingReport:
         """One line for reports."""
         if self.is_served:
             return f"loads with --max-lora-rank {self.max_lora_rank}"
-        return f"does not load: {'; '.join(self.reasons)}"
+        return f"is not served: {'; '.join(self.reasons)}"
 
 
 def serving_report(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ServingReport:

@@ -358,6 +358,11 @@ def test_other_cases_are_as_written_down(rule, written, expected):
         ({"data.source": "pvc://data/a.TXT"}, {"data.mapping.content": None}),
         ({"data.validation": {"source": "pvc://data/a.csv"}}, {"data.mapping.content": None}),
         ({"data.source": "pvc://data/a.csv", "data.mapping": {"text": "t"}}, {"data.format": "Text"}),
+        # Each row is a chat then.
+        (
+            {"data.source": "pvc://data/a.csv", "data.mapping": {"prompt": "q", "completion": "a", "system": "s"}},
+            {"data.format": "Chat"},
+        ),
         ({"data.source": "pvc://data/a.txt", "data.mapping": {"text": "t"}}, {"data.format": "Text"}),
     ],
 )
