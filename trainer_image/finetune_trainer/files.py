@@ -24,8 +24,10 @@ from pathlib import Path, PurePosixPath
 
 MANIFEST_FILE = "manifest.json"
 """Of a directory of results: its other files with their sizes and SHA-256, and what it was made by. Written last."""
-HASHING_THREADS = 2
-"""A file each."""
+HASHING_THREADS = max(1, min(2, (os.cpu_count() or 1) - 1))
+"""A file each. One processor is for the thread that has them hashed."""
+HASHED_AT_ONCE = 16 << 20
+"""Bytes of a file that a thread holds."""
 TEMPORARY_MARK = ".tmp-"
 """Part of the name of everything that is not complete yet."""
 TEMPLATES = "additional_chat_templates"
@@ -222,13 +224,28 @@ def _opened(path: Path, name: Path | str, directory: int | None, flags: int) -> 
 def file_sha256(path: Path) -> str:
     """Digest of the file's bytes, in hexadecimal. Raises SpecialFileError, and OSError as the file system does."""
     with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return _sha256(file)
 
 
 def sha256_beneath(root: Path, name: str) -> str:
     """Digest of the bytes of a file that this product wrote. Raises as `open_beneath` does."""
     with open_beneath(root, name) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return _sha256(file)
+
+
+def _sha256(file: BufferedReader) -> str:
+    """In hexadecimal.
+
+    Not `hashlib.file_digest`: its blocks take 0.2 ms each, and after each one it waits up to 5 ms for Python's lock if another
+    thread imports.
+    """
+    if hasattr(os, "posix_fadvise"):  # the disk reads further ahead: 2.2 GB in 1.9 s instead of 3.4
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    digest = hashlib.sha256()
+    block = memoryview(bytearray(max(1, min(HASHED_AT_ONCE, os.fstat(file.fileno()).st_size))))
+    while count := file.readinto(block):
+        digest.update(block[:count])
+    return digest.hexdigest()
 
 
 class FileDigests:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from finetune_trainer.files import (
     open_within,
     publish_directory,
     read_own,
+    sha256_beneath,
     temporary_beside,
     write_durably,
 )
@@ -60,6 +62,37 @@ def test_a_complete_directory_takes_its_final_name(tmp_path: Path) -> None:
     publish_directory(temporary, tmp_path / "adapter")
     assert (tmp_path / "adapter" / "file").read_text() == "x"
     assert not temporary.exists()
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 47, 48])
+def test_a_digest_is_of_all_bytes_however_many_blocks_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr("finetune_trainer.files.HASHED_AT_ONCE", 16)
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(size)))
+    assert file_sha256(path) == hashlib.sha256(bytes(range(size))).hexdigest()
+    assert sha256_beneath(tmp_path, "weights") == hashlib.sha256(bytes(range(size))).hexdigest()
+
+
+def test_large_files_are_hashed_in_blocks_that_outlast_a_wait_for_pythons_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sys.getswitchinterval() is 5 ms; no machine hashes 16 MiB in less."""
+    sizes: list[int] = []
+
+    class Recorded:
+        def update(self, block: memoryview) -> None:
+            sizes.append(len(block))
+
+        def hexdigest(self) -> str:
+            return ""
+
+    monkeypatch.setattr(hashlib, "sha256", Recorded)
+    with (path := tmp_path / "weights").open("wb") as file:
+        file.truncate((40 << 20) + 1)
+    file_sha256(path)
+    assert sizes == [16 << 20, 16 << 20, (8 << 20) + 1]
 
 
 def make_pipe(path: Path) -> None:
