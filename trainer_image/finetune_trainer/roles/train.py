@@ -175,6 +175,8 @@ def torchrun_arguments(context: RunContext, launch: Launch, pipes: Path, start_m
         "--max-restarts": 0,
         "--shutdown-timeout": SHUTDOWN_SECONDS,
         "--start-method": start_method,
+        # Else it makes one in the system's directory for temporary files and leaves it there.
+        "--log-dir": pipes / "torchrun",
     }
     rank = {
         "--plan": launch.plan_path,

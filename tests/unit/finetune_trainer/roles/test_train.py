@@ -140,7 +140,8 @@ def port() -> int:
 
 def test_two_nodes_train_together(tmp_path: Path, port: int, start: Callable[..., Pod]) -> None:
     context = run_context(tmp_path, tiny_spec(parallelism={"nodes": 2, "processesPerNode": 1}))
-    pods = [start(context, port, node_rank) for node_rank in (0, 1)]
+    (temporary := tmp_path / "temporary").mkdir()
+    pods = [start(context, port, node_rank, variables={"TMPDIR": str(temporary)}) for node_rank in (0, 1)]
     reports = [pod.report() for pod in pods]
     assert [pod.process.returncode for pod in pods] == [0, 0]
     assert reports[0].facts["step"] == "6"
@@ -148,6 +149,7 @@ def test_two_nodes_train_together(tmp_path: Path, port: int, start: Callable[...
     assert (context.workspace.adapter / "adapter_model.safetensors").is_file()
     logs = sorted(path.name for path in context.workspace.logs("train", 0).iterdir())
     assert {"rank-00000.log", "torchrun-0.log", "torchrun-1.log"} <= set(logs)
+    assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []  # torch's own cache
 
 
 def test_sigterm_to_one_node_saves_and_preempts_both(tmp_path: Path, port: int, start: Callable[..., Pod]) -> None:
