@@ -30,8 +30,22 @@ HASHED_AT_ONCE = 16 << 20
 """Bytes of a file that a thread holds."""
 TEMPORARY_MARK = ".tmp-"
 """Part of the name of everything that is not complete yet."""
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"
-"""Directory whose files transformers reads with the tokenizer."""
+"""Directory whose files transformers reads with the tokenizer: templates besides the first one, such as that for tools."""
+TOKENIZER_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    f"{TEMPLATES}/*",
+)
+"""Files of a model that decide how text becomes tokens."""
+CODE_SUFFIX = ".py"
 _COPY_BYTES = 1 << 20
 MOST_OWN_BYTES = 1 << 30
 """Of a manifest, a journal or a report. The longest are histories: some 300 bytes for each step of training."""
@@ -265,6 +279,11 @@ class FileDigests:
         """The digest, once for each path. Raises as `file_sha256` does."""
         self.begin([path])
         return self._digests[path].result()
+
+
+def tokenizer_files(model: Path) -> list[Path]:
+    """What there is in a model's directory of TOKENIZER_PATTERNS."""
+    return sorted({path for pattern in TOKENIZER_PATTERNS for path in model.glob(pattern) if path.is_file()})
 
 
 def licence_files(model: Path) -> list[Path]:

@@ -44,24 +44,12 @@ from finetune_trainer.data.sources import DatasetFacts, HeldOutDocuments, Source
 from finetune_trainer.data.tokenize import Tokenizer
 from finetune_trainer.data.tokenizer import generation_stops
 from finetune_trainer.data.workers import MAX_WORKERS, in_fork, in_this_process, in_workers
-from finetune_trainer.files import file_sha256, open_regular
+from finetune_trainer.files import file_sha256, open_regular, tokenizer_files
 
 log = logging.getLogger(__name__)
 
 WORTH_WORKERS_BYTES = 2 * PART_BYTES
 """Less is prepared in this process, because the others take a second to start."""
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "additional_chat_templates/*",
-)
-"""Patterns of files that decide how text becomes tokens."""
 
 
 @dataclass(frozen=True)
@@ -194,10 +182,8 @@ def prepare(
 
 def _inputs(plan: DataPlan, sources: list[Source], model_directory: Path, stop_ids: tuple[int, ...]) -> dict[str, Any]:
     """Everything that decides the prepared bytes: equal inputs, equal data."""
-    files = sorted({path for pattern in TOKENIZER_FILES for path in model_directory.glob(pattern) if path.is_file()})
-    tokenizer_digest = hashlib.sha256(
-        json.dumps([[str(path.relative_to(model_directory)), file_sha256(path)] for path in files]).encode()
-    ).hexdigest()
+    files = [[str(path.relative_to(model_directory)), file_sha256(path)] for path in tokenizer_files(model_directory)]
+    tokenizer_digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
     return {
         "sources": [
             {

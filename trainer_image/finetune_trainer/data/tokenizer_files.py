@@ -18,10 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from finetune_trainer.files import open_regular
+from finetune_trainer.files import CHAT_TEMPLATE_FILE, TEMPLATES, open_regular
 
 _CONFIG, _MAP, _BACKEND = "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"
-_TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 _UTILS = "transformers.utils"
@@ -107,8 +106,8 @@ def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
             if isinstance(each, dict) and isinstance(each.get("name"), str) and isinstance(each.get("template"), str):
                 found[each["name"]] = each["template"]
     for name, path in (
-        (_DEFAULT, directory / _TEMPLATE),
-        *((path.stem, path) for path in (directory / _MORE_TEMPLATES).glob("*.jinja")),
+        (_DEFAULT, directory / CHAT_TEMPLATE_FILE),
+        *((path.stem, path) for path in (directory / TEMPLATES).glob("*.jinja")),
     ):
         try:
             with open_regular(path) as file:

@@ -12,14 +12,11 @@ from typing import Protocol
 from finetune_job.failures import FailureClass
 from finetune_trainer.data.read import KNOWN_EXTENSIONS
 from finetune_trainer.errors import TrainerError
-from finetune_trainer.files import LICENCE_NAMES
+from finetune_trainer.files import CODE_SUFFIX, LICENCE_NAMES, TEMPLATES
 from finetune_trainer.network.retry import TransientError
 
 MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".txt", ".model", ".tiktoken", ".jinja", ".md"})
 """Weights, settings, tokenizers, chat templates, the model card. Weights in formats that can carry code are never taken."""
-CHAT_TEMPLATES = "additional_chat_templates"
-"""Directory in which transformers looks for templates besides the first one."""
-CODE_SUFFIX = ".py"
 OTHER_LAYOUT = "consolidated"
 """Beginning of the name of weights that some repositories hold a second time, in the layout of their author's own software."""
 _MAX_NAME_BYTES = 255
@@ -125,7 +122,7 @@ def _belongs_to_model(path: PurePosixPath, allow_remote_code: bool) -> bool:
     if path.suffix == CODE_SUFFIX:
         return allow_remote_code
     if len(path.parts) > 1:
-        return path.parts[0] == CHAT_TEMPLATES and path.suffix == ".jinja"
+        return path.parts[0] == TEMPLATES and path.suffix == ".jinja"
     return path.suffix.lower() in MODEL_SUFFIXES or path.name.upper().startswith(LICENCE_NAMES)
 
 

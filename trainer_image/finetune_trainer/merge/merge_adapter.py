@@ -125,7 +125,7 @@ def _write(
                 file.close()
         inputs.require_unchanged(digests)
         files = [WrittenFile(shard.file_name, shard.num_bytes, result.sha256[shard.file_name]) for shard in plan.shards]
-        files += [_small_file(path) for path in directory.small_files({shard.file_name for shard in plan.shards})]
+        files += [_small_file(path, directory.path) for path in directory.small_files({shard.file_name for shard in plan.shards})]
         directory.write_manifest(files, {"plan_sha256": plan_sha256, "dtype": options.dtype})
         directory.publish()
     except BaseException as error:
@@ -147,9 +147,9 @@ def _require_links_inside(options: MergeOptions) -> None:
             raise BrokenCheckpointError(f"{error.filename}: {error.strerror}. Put the file itself in its place.")
 
 
-def _small_file(path: Path) -> WrittenFile:
+def _small_file(path: Path, root: Path) -> WrittenFile:
     with translate_os_errors(path, "read"):
-        return WrittenFile(path.name, path.stat().st_size, file_sha256(path))
+        return WrittenFile(path.relative_to(root).as_posix(), path.stat().st_size, file_sha256(path))
 
 
 def _report(

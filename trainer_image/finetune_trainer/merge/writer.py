@@ -20,8 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune_trainer.files import MANIFEST_FILE, TEMPORARY_MARK, copy_within, licence_files, remove_tree
-from finetune_trainer.merge.inputs import ADDED_TOKENS_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from finetune_trainer.files import (
+    CODE_SUFFIX,
+    MANIFEST_FILE,
+    TEMPORARY_MARK,
+    copy_within,
+    licence_files,
+    remove_tree,
+    tokenizer_files,
+)
+from finetune_trainer.merge.inputs import TOKENIZER_FILE
 from finetune_trainer.merge.journal import Journal
 from finetune_trainer.merge.plan import MergePlan, Shard
 from finetune_trainer.merge.shard_file import ShardFile
@@ -31,13 +39,6 @@ from finetune_trainer.weights.storage import sync, translate_os_errors
 
 MANIFEST_FORMAT = 1
 GENERATION_FILES = ("generation_config.json",)
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
-TOKENIZER_FILES = (
-    TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, "tokenizer.model", "special_tokens_map.json", ADDED_TOKENS_FILE,
-    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", CHAT_TEMPLATE_FILE,
-    "chat_template.json",
-)  # fmt: skip
-"""Files that transformers' tokenizers save. Taken as one set; whose they are, inputs.tokenizer_directory says."""
 _LARGE_JSON = (TOKENIZER_FILE, "vocab.json")
 """Read by the tokenizer's library, which takes no NaN."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -168,12 +169,15 @@ class OutputDirectory:
         # Models with code of their own cannot be loaded without it; it is run only by those who allow it.
         code = sorted(path.name for path in base.glob("*.py")) if "auto_map" in config else []
         terms = [path.name for path in licence_files(base)]
-        for source, names in ((base, [*GENERATION_FILES, *PROCESSOR_FILES, *terms, *code]), (tokenizer, TOKENIZER_FILES)):
+        # One set: the tokenizer's files of two directories would not fit together.
+        of_tokenizer = [str(path.relative_to(tokenizer)) for path in tokenizer_files(tokenizer) if path.suffix != CODE_SUFFIX]
+        for source, names in ((base, [*GENERATION_FILES, *PROCESSOR_FILES, *terms, *code]), (tokenizer, of_tokenizer)):
             for name in names:
                 if (source / name).is_file():
                     if name.endswith(".json") and name not in _LARGE_JSON:
                         read_json(source / name)
                     with translate_os_errors(self.path / name, "copied"):
+                        (self.path / name).parent.mkdir(exist_ok=True)
                         copy_within(source / name, root_of(source), self.path / name)
 
     def write_index(self, plan: MergePlan) -> None:
@@ -183,7 +187,7 @@ class OutputDirectory:
 
     def write_manifest(self, files: list[WrittenFile], facts: Mapping[str, Any]) -> None:
         """The proof of completeness, last of all files. facts: plan digest and what else describes the merge."""
-        for path in self.path.iterdir():
+        for path in self.path.rglob("*"):
             sync(path)
         entries = [{"name": f.name, "num_bytes": f.num_bytes, "sha256": f.sha256} for f in files]
         self._write_json(MANIFEST_FILE, {"format": MANIFEST_FORMAT, **facts, "files": entries})
@@ -191,7 +195,7 @@ class OutputDirectory:
 
     def small_files(self, shards: set[str]) -> list[Path]:
         """Everything written so far that is not a weight shard."""
-        return sorted(path for path in self.path.iterdir() if path.name not in shards)
+        return sorted(path for path in self.path.rglob("*") if path.name not in shards and path.is_file())
 
     def publish(self) -> None:
         """Makes all names durable and gives the directory its name, in this order. Files are durable since `write_manifest`."""

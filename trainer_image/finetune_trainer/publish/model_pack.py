@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from finetune_trainer.fetch.source import CODE_SUFFIX
-from finetune_trainer.files import LICENCE_NAMES
+from finetune_trainer.files import CODE_SUFFIX, LICENCE_NAMES
 from finetune_trainer.release.files import BESIDE, CHECKSUMS, SIGNATURE, WEIGHT_SUFFIX, Release, ReleaseFile
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"

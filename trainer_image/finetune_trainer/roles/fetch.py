@@ -27,7 +27,6 @@ from finetune_trainer.errors import DataError, InvariantError, ModelError, Train
 from finetune_trainer.fetch.bucket import BucketPrefix, open_bucket
 from finetune_trainer.fetch.hub import HubRepository
 from finetune_trainer.fetch.source import (
-    CHAT_TEMPLATES,
     NoRoomError,
     RemoteFile,
     RemoteSource,
@@ -39,7 +38,7 @@ from finetune_trainer.fetch.source import (
 )
 from finetune_trainer.fetch.staging import FetchedFile, FetchManifest, FetchStaging, manifest_path, verified_fetch, write_manifest
 from finetune_trainer.fetch.transfer import TransferOptions, fetch_file
-from finetune_trainer.files import file_sha256, remove_tree
+from finetune_trainer.files import TEMPLATES, file_sha256, remove_tree
 from finetune_trainer.network.environment import s3_service
 from finetune_trainer.network.retry import RetryPolicy, StoppedError, with_retries
 
@@ -47,7 +46,7 @@ log = logging.getLogger(__name__)
 
 FILES_AT_ONCE = 8
 TOKENIZER_CONFIG = "tokenizer_config.json"
-TEMPLATE_FILES = ("chat_template.", CHAT_TEMPLATES)
+TEMPLATE_FILES = ("chat_template.", TEMPLATES)
 """Beginnings of the paths of files that hold a chat template and nothing else."""
 PROGRESS_SECONDS = 10.0
 """Between two lines of progress."""

@@ -240,13 +240,19 @@ def publish_copy(source: Path, final: Path) -> None:
     temporary = temporary_beside(final)
     temporary.mkdir(parents=True)
     try:
-        for path in sorted(source.iterdir()):
+        for path in sorted(source.rglob("*")):
+            name = path.relative_to(source)
+            if path.is_dir() and not path.is_symlink():
+                (temporary / name).mkdir()
+                continue
             try:
-                with open_beneath(source, path.name) as file, (temporary / path.name).open("wb") as copy:
+                with open_beneath(source, str(name)) as file, (temporary / name).open("wb") as copy:
                     shutil.copyfileobj(file, copy, 1 << 20)
             except SpecialFileError as error:
                 raise CheckpointError(f"{path}: {error.strerror}", "delete it: training wrote plain files alone") from error
-            sync_file(temporary / path.name)
+            sync_file(temporary / name)
+        for path in temporary.rglob("*/"):
+            sync_file(path)
         remove_tree(final)
         publish_directory(temporary, final)
     except BaseException:

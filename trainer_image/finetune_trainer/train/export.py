@@ -24,7 +24,10 @@ from finetune_trainer.checkpoint.manifest import Manifest
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import InvariantError
 from finetune_trainer.files import (
+    CHAT_TEMPLATE_FILE,
+    CODE_SUFFIX,
     MANIFEST_FILE,
+    TEMPLATES,
     TEMPORARY_MARK,
     copy_within,
     file_sha256,
@@ -33,10 +36,10 @@ from finetune_trainer.files import (
     remove_tree,
     sync_file,
     temporary_beside,
+    tokenizer_files,
     write_durably,
 )
 from finetune_trainer.merge.plan import MergePlan, OutputTensor, shard_layout
-from finetune_trainer.merge.writer import CHAT_TEMPLATE_FILE, TOKENIZER_FILES
 from finetune_trainer.model.adapters import (
     adapter_settings,
     attach,
@@ -115,17 +118,21 @@ def _export_adapter(
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     for path in licence_files(context.base_model):
         copy_within(path, context.base_model_root, directory / path.name)
-    for name in TOKENIZER_FILES:
-        if (context.base_model / name).is_file():
-            copy_within(context.base_model / name, context.base_model_root, directory / name)
-    _write_chat_template(context, directory)
+    for path in tokenizer_files(context.base_model):
+        if path.parent == context.base_model and path.suffix != CODE_SUFFIX:
+            copy_within(path, context.base_model_root, directory / path.name)
+    _write_chat_templates(context, directory)
     return tensors
 
 
-def _write_chat_template(context: RunContext, directory: Path) -> None:
-    """The one that the job trained with, if it is not the base's: tokenizers prefer this file to what else they find."""
+def _write_chat_templates(context: RunContext, directory: Path) -> None:
+    """Those that the job trained with: its own, which tokenizers prefer to what else they find, or all of the base's."""
     if context.plan.data.chat_template is not None:
         (directory / CHAT_TEMPLATE_FILE).write_text(context.plan.data.chat_template)
+        return
+    for path in sorted((context.base_model / TEMPLATES).glob("*.jinja")):
+        (directory / TEMPLATES).mkdir(exist_ok=True)
+        copy_within(path, context.base_model_root, directory / TEMPLATES / path.name)
 
 
 def _first_values(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
@@ -154,7 +161,7 @@ def _export_model(
     for path in context.base_model.iterdir():
         if path.is_file() and path.name not in ignored:
             copy_within(path, context.base_model_root, directory / path.name)
-    _write_chat_template(context, directory)
+    _write_chat_templates(context, directory)
 
 
 def _write_converted(
@@ -187,9 +194,10 @@ def _tied(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str,
 
 def _write_manifest(directory: Path, facts: dict[str, Any]) -> str:
     files = {}
-    for path in sorted(directory.iterdir()):
+    for path in sorted(directory.rglob("*")):
         sync_file(path)
-        files[path.name] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
+        if path.is_file():
+            files[path.relative_to(directory).as_posix()] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
     content = json.dumps(facts | {"files": files}, indent=2, sort_keys=True) + "\n"
     write_durably(directory / MANIFEST_FILE, content.encode())
     return file_sha256(directory / MANIFEST_FILE)

@@ -17,6 +17,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from bench.merge.model import write_adapter, write_base
+from finetune_trainer.files import FileDigests
 from finetune_trainer.merge import stream
 from finetune_trainer.merge.journal import Durable
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
@@ -24,6 +25,7 @@ from finetune_trainer.merge.plan import MergePlan
 from finetune_trainer.merge.shard_file import ShardFile
 from finetune_trainer.merge.stream import JournalWriter
 from finetune_trainer.merge.writer import OutputDirectory
+from finetune_trainer.verify.tensors import manifest_faults
 from finetune_trainer.weights import errors
 from tests.unit.finetune_trainer.merge import tiny
 
@@ -77,10 +79,18 @@ def test_the_adapters_tokenizer_comes_before_the_bases(pair: tuple[Path, Path], 
     adapter = shutil.copytree(pair[1], tmp_path / "adapter")
     (adapter / "tokenizer_config.json").write_text('{"from": "adapter"}')
     (adapter / "chat_template.jinja").write_text("{{ trained }}")
+    (adapter / "additional_chat_templates").mkdir()
+    (adapter / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     merge_adapter(MergeOptions(pair[0], (adapter,), tmp_path / "merged", None, GIB))
     assert json.loads((tmp_path / "merged" / "tokenizer_config.json").read_text()) == {"from": "adapter"}
     assert (tmp_path / "merged" / "chat_template.jinja").read_text() == "{{ trained }}"
     assert not (tmp_path / "merged" / "tokenizer.json").exists()
+    listed = {entry["name"] for entry in json.loads((tmp_path / "merged" / "manifest.json").read_text())["files"]}
+    assert "additional_chat_templates/tool_use.jinja" in listed
+    (tmp_path / "merged" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ other }}")
+    assert list(manifest_faults(tmp_path / "merged", FileDigests())) == [
+        "file additional_chat_templates/tool_use.jinja does not have the sha256 of the manifest: it changed after the merge"
+    ]
 
 
 def test_a_second_merge_finds_the_first_and_another_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from finetune_job.failures import EXIT_CODES, FailureClass, Outcome, TerminationReport, parse_envelope
 from finetune_trainer.__main__ import main
@@ -41,6 +42,9 @@ BASE_FILES = {
     "COPYING.txt": "more terms",
     "SHA256SUMS": "of the base\n",
     ".hidden": "",
+    "additional_chat_templates/tool_use.jinja": "{{ tools }}",
+    "words.tiktoken": "tokens",
+    "tokenizer_code.py": "",
 }
 
 
@@ -66,6 +70,7 @@ def train(claims: Path, **changes: dict[str, Any]) -> RunContext:
     spec = tiny_spec(training={"maxSteps": 2, "microBatchSize": 4}, parallelism={"processesPerNode": 1}, **changes)
     context = run_context(claims, spec)
     for name, text in BASE_FILES.items():
+        (context.base_model / name).parent.mkdir(exist_ok=True)
         (context.base_model / name).write_text(text)
     assert run_gang(context) == [0]
     return context
@@ -129,6 +134,9 @@ def test_adapter_and_verified_model_are_published_and_a_second_run_changes_nothi
     for directory in (context.output.adapter, context.output.merged):
         assert (directory / "LICENSE").read_text() == "terms"
         assert (directory / "COPYING.txt").read_text() == "more terms"
+        assert (directory / "words.tiktoken").read_text() == "tokens"
+        assert AutoTokenizer.from_pretrained(directory).chat_template == {"tool_use": "{{ tools }}"}
+        assert not (directory / "tokenizer_code.py").exists()
 
 
 def test_a_base_that_changed_after_preflight_is_found(trained: Trained, tmp_path: Path) -> None:
@@ -198,7 +206,8 @@ def test_a_fully_trained_model_is_published_as_it_is(trained: Trained, tmp_path:
     assert set(report.facts) == {"merged_manifest_sha256", *DESCRIBED}
     assert names(context.output.root) == {"merged", *RELEASED}
     assert context.output.report.read_text().count("<dt>Tuned model</dt>") == 3
-    assert names(context.output.merged) & set(BASE_FILES) == {"COPYING.txt", "LICENSE"}
+    assert names(context.output.merged) & set(BASE_FILES) == {"COPYING.txt", "LICENSE", "words.tiktoken", "tokenizer_code.py"}
+    assert AutoTokenizer.from_pretrained(context.output.merged).chat_template == {"tool_use": "{{ tools }}"}
     check_sums(context)
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "manifest.json"} <= names(
         context.output.merged

@@ -98,6 +98,8 @@ def test_an_adapter_loads_by_itself_with_the_tokenizer_it_was_trained_with(
     base = tmp_path / "models" / "tiny"
     write_tiny_llama(base, torch.float32)
     write_tokenizer(base)
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text("the base's own, which is not what is trained")
     named = {"source": "pvc://models/tiny", "hubName": "org/tiny"}
     one_step = {"training": {"maxSteps": 1}, "parallelism": {"processesPerNode": 1}}
     context = run_context(tmp_path, tiny_spec(model=named, data=CHAT, **one_step))
@@ -112,6 +114,7 @@ def test_an_adapter_loads_by_itself_with_the_tokenizer_it_was_trained_with(
     tokenizer, of_base = AutoTokenizer.from_pretrained(result), AutoTokenizer.from_pretrained(base)
     assert tokenizer.get_vocab() == of_base.get_vocab()
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<user>hi"
+    assert tokenizer.chat_template == TEMPLATE
 
 
 def test_a_whole_model_has_the_template_that_it_was_trained_with(tmp_path: Path) -> None:
@@ -119,6 +122,8 @@ def test_a_whole_model_has_the_template_that_it_was_trained_with(tmp_path: Path)
     write_tiny_llama(base, torch.float32)
     write_tokenizer(base)
     (base / "chat_template.jinja").write_text("the base's own")
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text("the base's own for tools")
     one_step = {"training": {"maxSteps": 1}, "parallelism": {"processesPerNode": 1}}
     context = run_context(tmp_path, tiny_spec(method=FULL, data=CHAT, **one_step))
     assert run_gang(context) == [0]
