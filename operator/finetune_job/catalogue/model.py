@@ -249,9 +249,10 @@ SHARDING_ENTRIES = (
     Entry(
         "unit-holds-most-of-the-model",
         "warning",
-        "The classes to wrap leave most of the model in one FSDP unit",
-        "Every rank gathers a unit whole. If the named classes are norms, or the whole model, that is the memory of NO_WRAP.",
-        "Leave transformerLayerClsToWrap out, or name the model's layer classes, which the finding lists",
+        "The classes to wrap, or the smallest size of a unit, leave most of the model in one FSDP unit",
+        "Every rank gathers a unit whole. If the named classes are norms, or the whole model, or if no layer has as many "
+        "parameters as minNumParams says (100 million if it is unset), that is the memory of NO_WRAP.",
+        "Leave autoWrapPolicy and transformerLayerClsToWrap out, so that whole layers are the units",
         f"{_UNITS}::test_classes_that_leave_most_of_the_model_in_one_unit_are_a_warning",
     ),
     Entry(

@@ -11,7 +11,7 @@ import torch
 from finetune_job.layout import checkpoint_name
 from finetune_trainer.checkpoint.evidence import Evidence, recorded_progress
 from finetune_trainer.checkpoint.load import load, newest_valid, unusable_checkpoints, verified_manifest
-from finetune_trainer.checkpoint.manifest import Manifest, Origin, RunState
+from finetune_trainer.checkpoint.manifest import Manifest, Origin, RunState, step_of
 from finetune_trainer.checkpoint.save import PendingSave, Snapshot, begin_save, commit_save
 from finetune_trainer.checkpoint.state import ParameterRange, share
 from finetune_trainer.context import RunContext
@@ -20,8 +20,8 @@ from finetune_trainer.ranks.gang import Gang
 
 log = logging.getLogger(__name__)
 _HINT = (
-    "repair the storage or restore the directory; to give up what was trained, remove it and the files history.jsonl and "
-    "accounts.jsonl next to it, then start again"
+    "repair the storage or restore the directory; to give up what was trained, remove it and history.jsonl, accounts.jsonl and "
+    "reports next to it, then start again"
 )
 FAILURES_IN_A_ROW = 2
 """A periodic save may fail, because the next one may find room; so many in a row end the run."""
@@ -71,9 +71,22 @@ class Checkpoints:
             self._check_never_completed()
             return None
         directory, manifest = self._newest
+        evidence = self._recorded_progress()
+        if evidence is not None and evidence.step > manifest.step and self._gang.is_first:
+            log.warning(
+                "%s says that the checkpoint of step %d was complete, and it is not there or damaged: the steps after %d are "
+                "trained again",
+                evidence.file.name,
+                evidence.step,
+                manifest.step,
+            )
         load(directory, manifest, self._pieces, self._optimizer)
         self._best_step = manifest.best_step
         return manifest
+
+    def _recorded_progress(self) -> Evidence | None:
+        """The same on all ranks."""
+        return self._gang.from_first(recorded_progress(self._workspace) if self._gang.is_first else None, Evidence | None)
 
     def _check_never_completed(self) -> None:
         unusable = unusable_checkpoints(self._root, self._gang, self._origin)
@@ -83,9 +96,10 @@ class Checkpoints:
                 f"{next(iter(unusable.own.values()))}",
                 _HINT,
             )
-        evidence = self._gang.from_first(recorded_progress(self._workspace) if self._gang.is_first else None, Evidence | None)
-        # If checkpoints are another run's, so are the records.
-        if evidence is not None and not unusable.foreign:
+        evidence = self._recorded_progress()
+        # If checkpoints are another run's, so are the records, as far as these know no later step.
+        others = max((step_of(name) or 0 for name in unusable.foreign), default=0)
+        if evidence is not None and evidence.step > others:
             raise CheckpointError(
                 f"{self._root}: {evidence.file.name} says that the checkpoint of step {evidence.step} was complete, and no "
                 "checkpoint is there",

@@ -1,23 +1,27 @@
 """What the workspace still knows of a run's progress if no checkpoint can be read.
 
-A start at step 0 throws away what was trained, and perhaps only because a directory is out of reach. So three files are asked
-before it that do not go with a checkpoint's directory.
+A start at step 0 throws away what was trained, and perhaps only because a directory is out of reach. So what else tells of
+checkpoints is asked before it: three files, and what ranks of earlier attempts reported when they ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune_job.failures import FailureClass, Outcome
 from finetune_job.layout import WorkspaceLayout
+from finetune_job.names import Role
 from finetune_trainer.checkpoint.manifest import LATEST, step_of
 from finetune_trainer.files import open_regular
 from finetune_trainer.json_lines import last_lines
+from finetune_trainer.ranks.reports import read_rank_reports
 
 CHECKPOINT_STEP = "checkpoint_step"
 """In a line of the history: step of the newest checkpoint that was complete then."""
+_STEP_DIGITS = 20
 _NAME_BYTES = 100
 """More than a checkpoint's name has."""
 
@@ -28,7 +32,7 @@ class Evidence:
 
     step: int
     file: Path
-    """That says so."""
+    """That says so, or the directory of an attempt's reports."""
 
 
 def recorded_progress(workspace: WorkspaceLayout) -> Evidence | None:
@@ -40,8 +44,20 @@ def recorded_progress(workspace: WorkspaceLayout) -> Evidence | None:
         Evidence(_latest(latest), latest),
         Evidence(_last_step(last_lines(workspace.history), CHECKPOINT_STEP), workspace.history),
         Evidence(_last_step(starts, "step"), workspace.accounts),
+        *_reported(workspace),
     ]
     return max((each for each in found if each.step > 0), key=lambda each: each.step, default=None)
+
+
+def _reported(workspace: WorkspaceLayout) -> Iterator[Evidence]:
+    """Ranks that were stopped or came to the end have saved their last step, which no line of the history can say any more."""
+    for attempt in workspace.reports(Role.TRAIN, 0).parent.glob(f"{Role.TRAIN}-*"):
+        for report in read_rank_reports(attempt):
+            if report.failure is FailureClass.PREEMPTED:
+                yield Evidence(report.step or 0, attempt)
+            elif report.outcome is Outcome.SUCCEEDED:
+                step = report.facts.get("step", "")
+                yield Evidence(int(step) if step.isdecimal() and len(step) < _STEP_DIGITS else 0, attempt)
 
 
 def _latest(path: Path) -> int:

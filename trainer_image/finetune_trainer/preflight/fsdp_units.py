@@ -13,6 +13,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from finetune_job.api.method import MethodType
+from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.methods import INSIDE_PEFT
@@ -33,6 +34,7 @@ from finetune_trainer.train.optimizers import treatment
 
 POLICY_FIELD = "spec.parallelism.fsdp.autoWrapPolicy"
 CLASSES_FIELD = "spec.parallelism.fsdp.transformerLayerClsToWrap"
+_SIZE_FIELD = "spec.parallelism.fsdp.minNumParams"
 _VERSION_FIELD = "spec.parallelism.fsdp.version"
 _ORIGINAL_FIELD = "spec.parallelism.fsdp.useOrigParams"
 ROOT = "the root unit"
@@ -63,16 +65,18 @@ def check_units(seen: ModelInspection) -> list[Finding]:
 
 
 def check_unit_sizes(seen: ModelInspection) -> Iterator[Finding]:
-    """A finding if classes that the user named leave most of the model in one unit, which the model's own classes would divide.
+    """A finding if classes or a size that the plan names leave most of the model in one unit, and the model's own classes do not.
 
     FSDP gathers a unit whole, so its size decides about memory, whatever the names of the classes are.
     """
     model, plan = seen.trained.model, seen.plan
     fsdp = plan.parallelism.fsdp
-    if fsdp.transformer_layer_cls_to_wrap is None:
+    classes, policy = fsdp.transformer_layer_cls_to_wrap, fsdp.auto_wrap_policy
+    if policy is AutoWrapPolicy.NO_WRAP or (policy is AutoWrapPolicy.TRANSFORMER_BASED_WRAP and classes is None):
         return
+    by_layer = {"auto_wrap_policy": AutoWrapPolicy.TRANSFORMER_BASED_WRAP, "transformer_layer_cls_to_wrap": None}
     try:
-        own = unit_names(model, fsdp.model_copy(update={"transformer_layer_cls_to_wrap": None}))
+        own = unit_names(model, fsdp.model_copy(update=by_layer))
     except ConfigError:
         # The model names no classes itself, so nobody can say what would be better.
         return
@@ -80,15 +84,20 @@ def check_unit_sizes(seen: ModelInspection) -> Iterator[Finding]:
     _, best_share = _largest_unit(model, own)
     if share < LARGE_SHARE or share < WORSE_THAN_OWN * best_share:
         return
-    classes = layer_classes(model, None)
+    layers = ", ".join(layer_classes(model, None))
+    field, value, changes = CLASSES_FIELD, ", ".join(classes or ()), {CLASSES_FIELD: None}
+    fix = f"remove transformerLayerClsToWrap, or name {layers}"
+    if policy is AutoWrapPolicy.SIZE_BASED_WRAP:
+        field, value, changes = POLICY_FIELD, policy.value, {POLICY_FIELD: None, _SIZE_FIELD: None}
+        fix = "remove autoWrapPolicy, so that layers are the units, or set minNumParams to the parameters of one layer"
     yield make_finding(
         "unit-holds-most-of-the-model",
-        field=CLASSES_FIELD,
-        value=", ".join(fsdp.transformer_layer_cls_to_wrap),
+        field=field,
+        value=value,
         message=f"{largest or ROOT} is one FSDP unit with {share:.0%} of the parameters, which every rank gathers whole, as with "
-        f"autoWrapPolicy: NO_WRAP; with {', '.join(classes)} the largest unit holds {best_share:.0%}",
-        fix=f"remove transformerLayerClsToWrap, or name {', '.join(classes)}",
-        changes={CLASSES_FIELD: None},
+        f"autoWrapPolicy: NO_WRAP; with {layers} the largest unit holds {best_share:.0%}",
+        fix=fix,
+        changes=changes,
     )
 
 

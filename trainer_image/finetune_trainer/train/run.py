@@ -133,7 +133,7 @@ class _Loop:
         if self.is_resumed:
             log.info("resuming after step %d of %d", self.step, self.total)
         else:
-            log.info("starting at step 0 of %d: the workspace knows no step that was completed before", self.total)
+            log.info("starting at step 0 of %d: the workspace knows of no checkpoint of this run", self.total)
             start = start_directory(context)
             if start is not None:
                 load_start(start, gang, self.model.pieces, first_values=first_values)

@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.layout import WorkspaceLayout
 from finetune_trainer.checkpoint.checkpoints import Checkpoints
 from finetune_trainer.checkpoint.manifest import LATEST, MANIFEST, RunState, rank_file
 from finetune_trainer.checkpoint.state import create_state, pieces
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import CheckpointError
+from finetune_trainer.ranks.reports import write_rank_report
 from tests.support.tiny_model import plan_of, tiny_spec
 from tests.unit.finetune_trainer.checkpoint.saved_models import ALONE
 
@@ -108,6 +110,30 @@ def test_records_outside_of_the_directory_are_asked_too(tmp_path: Path, file: st
         checkpoints(tmp_path).resume()
 
 
+@pytest.mark.parametrize(
+    ("report", "step"),
+    [
+        (TerminationReport(role="train", outcome=Outcome.FAILED, failure=FailureClass.PREEMPTED, rank=0, step=5), 5),
+        (TerminationReport(role="train", outcome=Outcome.SUCCEEDED, rank=0, facts={"step": "6"}), 6),
+    ],
+    ids=["stopped", "at the end"],
+)
+def test_what_ranks_reported_when_they_ended_is_asked_too(tmp_path: Path, report: TerminationReport, step: int) -> None:
+    """The only checkpoint was saved last: after it nobody wrote a line of the history."""
+    write_rank_report(workspace_of(tmp_path).reports("train", 0), report)
+    with pytest.raises(CheckpointError, match=f"train-0 says that the checkpoint of step {step} was complete"):
+        checkpoints(tmp_path).resume()
+
+
+def test_what_ranks_reported_that_failed_is_no_checkpoint(tmp_path: Path) -> None:
+    for attempt, facts in enumerate(({}, {"step": "-1"}, {"step": "\u00b2"}, {"step": "9" * 5000})):
+        failure = None if facts else FailureClass.COLLECTIVE
+        outcome = Outcome.SUCCEEDED if facts else Outcome.FAILED
+        report = TerminationReport(role="train", outcome=outcome, failure=failure, rank=0, step=5, facts=facts)
+        write_rank_report(workspace_of(tmp_path).reports("train", attempt), report)
+    assert checkpoints(tmp_path).resume() is None
+
+
 def test_steps_before_the_first_checkpoint_are_done_again(tmp_path: Path) -> None:
     root = workspace_of(tmp_path).root
     root.mkdir(parents=True)
@@ -121,8 +147,26 @@ def test_a_run_that_learns_something_else_begins_although_another_left_its_recor
     assert checkpoints(claims, seed=4).resume() is None
 
 
-def test_the_one_before_is_used_if_only_the_newest_is_damaged(claims: Path) -> None:
-    (workspace_of(claims).checkpoints / NEWEST / MANIFEST).unlink()
+def test_the_checkpoint_of_another_run_explains_no_later_step(claims: Path) -> None:
+    (workspace_of(claims).root / "history.jsonl").write_text('{"step": 24, "checkpoint_step": 23}\n')
+    with pytest.raises(CheckpointError, match=r"history\.jsonl says that the checkpoint of step 23 was complete"):
+        checkpoints(claims, seed=4).resume()
+
+
+@pytest.mark.parametrize("remove", [lambda newest: (newest / MANIFEST).unlink(), shutil.rmtree], ids=["damaged", "absent"])
+def test_the_one_before_is_used_and_said_if_only_the_newest_is_missing(
+    claims: Path, remove: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    remove(workspace_of(claims).checkpoints / NEWEST)
     manifest = checkpoints(claims).resume()
     assert manifest is not None
     assert manifest.step == STEPS[0]
+    assert (
+        "latest says that the checkpoint of step 22 was complete, and it is not there or damaged: "
+        "the steps after 11 are trained again"
+    ) in caplog.messages
+
+
+def test_a_whole_resume_says_nothing_of_lost_steps(claims: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert checkpoints(claims).resume() is not None
+    assert caplog.messages == []

@@ -183,6 +183,12 @@ CASES: list[tuple[str, str, str, Spec]] = [
     ("unit-without-parameters", "llama", "bfloat16", {CLASSES: ["LlamaDecoderLayer", "SiLUActivation"]}),
     ("unit-without-parameters", "llama", "bfloat16", {CLASSES: ["SiLUActivation"]}),
     ("unit-holds-most-of-the-model", "llama", "bfloat16", {CLASSES: ["LlamaRMSNorm"]}),
+    (
+        "unit-holds-most-of-the-model",
+        "llama",
+        "bfloat16",
+        {FSDP + "autoWrapPolicy": "SIZE_BASED_WRAP", FSDP + "minNumParams": 10**9},
+    ),
     ("unit-bypassed", "mamba", "bfloat16", {"method.type": "Full", CLASSES: ["Conv1d"]}),
     (
         "unit-bypassed",

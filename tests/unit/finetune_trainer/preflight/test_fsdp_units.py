@@ -42,6 +42,33 @@ def test_classes_that_leave_most_of_the_model_in_one_unit_are_a_warning(context,
     ]
 
 
+@pytest.mark.parametrize("smallest", [{}, {"parallelism.fsdp.minNumParams": 10**13}])
+def test_a_size_that_no_layer_reaches_leaves_one_unit_and_is_a_warning(context, smallest):
+    finding = rules(context({"parallelism.fsdp.autoWrapPolicy": "SIZE_BASED_WRAP", **smallest}))["unit-holds-most-of-the-model"]
+    assert (finding.severity, finding.field, finding.value) == (
+        "warning",
+        "spec.parallelism.fsdp.autoWrapPolicy",
+        "SIZE_BASED_WRAP",
+    )
+    assert "the root unit is one FSDP unit with 100% of the parameters" in finding.message
+    assert [(change.field, change.value) for change in finding.changes] == [
+        ("spec.parallelism.fsdp.autoWrapPolicy", None),
+        ("spec.parallelism.fsdp.minNumParams", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallelism.fsdp.autoWrapPolicy": "SIZE_BASED_WRAP", "parallelism.fsdp.minNumParams": 500},
+        {"parallelism.fsdp.autoWrapPolicy": "NO_WRAP"},
+    ],
+    ids=["a size that layers reach", "what the rules speak of"],
+)
+def test_other_policies_that_are_meant_are_not_spoken_of(context, changes):
+    assert "unit-holds-most-of-the-model" not in rules(context(changes))
+
+
 @pytest.mark.parametrize(
     "classes", [None, ["LlamaDecoderLayer"], ["LlamaAttention", "LlamaMLP"], ["LlamaDecoderLayer", "LlamaRMSNorm"]]
 )
