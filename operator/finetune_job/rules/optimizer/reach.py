@@ -6,14 +6,17 @@ import math
 
 from finetune_job.api.method import MethodType
 from finetune_job.api.training import OptimizerName
-from finetune_job.plan.run_plan import RunPlan, TrainingPlan
+from finetune_job.method_settings import effective_settings
+from finetune_job.plan.run_plan import LoraPlan, MethodPlan, RunPlan, TrainingPlan
 from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
 
 _RATE, _NORM, _EPSILON = "training.learningRate", "training.maxGradNorm", "training.adamEpsilon"
 _DECAY, _STEPS = "training.weightDecay", "training.maxSteps"
 _OPTIMIZER, _MOMENTUM = "training.optimizer", "training.momentum"
 _RATIO, _ALPHA = "method.lora.loraPlusRatio", "method.lora.loraAlpha"
-_PATTERN = "method.lora.alphaPattern"
+_PATTERN, _RANKS = "method.lora.alphaPattern", "method.lora.rankPattern"
+_SETTINGS = "method.settings"
+_SETTINGS_ALPHA = f"{_SETTINGS}.alpha"
 _BETAS = ("training.adamBeta1", "training.adamBeta2")
 
 _LEAST_REACH = 1e-10
@@ -28,6 +31,11 @@ _FULL_STEP = 10.0
 _USUAL_RATE = 2e-4
 _USUAL_RATES = {True: '"1e-6" to "1e-4" for Full', False: '"1e-5" to "1e-3" for adapters'}
 """By whether the model's own weights are trained."""
+_UNUSUAL_RATES = {True: 1e-3, False: 1e-2}
+"""Above these a rate is rather a slip: ten times the largest that people use with Adam. Methods without factors take more."""
+_UNUSUAL_SGD_RATE = 100.0
+"""A step is then as long as the clipped gradient times this, and all values of an adapter together are about as long."""
+_USUAL_SGD_RATES = '"0.01" to "1" for SGD'
 _LARGEST_GRADIENT = 1e4
 """Norm of a gradient that nothing clips."""
 
@@ -113,6 +121,8 @@ def _largest_step(training: TrainingPlan) -> float:
         _RATIO,
         _ALPHA,
         _PATTERN,
+        _RANKS,
+        _SETTINGS,
         "method.lora.r",
         "method.lora.useRslora",
         "method.type",
@@ -129,7 +139,7 @@ def _largest_step(training: TrainingPlan) -> float:
 )
 def steps_too_large(context: RuleContext) -> Problem | None:
     plan, spec = context.plan, context.spec
-    if plan.training.optimizer is OptimizerName.SGD or _step(plan) < _LARGEST_STEP:
+    if not _overwrites(plan):
         return None
     lora = spec.method.lora
     written = {
@@ -137,19 +147,21 @@ def steps_too_large(context: RuleContext) -> Problem | None:
         _ALPHA: lora.lora_alpha if lora else None,
         _PATTERN: lora.alpha_pattern if lora else None,
         _RATIO: lora.lora_plus_ratio if lora else None,
+        _SETTINGS_ALPHA: (spec.method.settings or {}).get("alpha"),
     }
     usual = {
         _RATE: plan.model_copy(update={"training": plan.training.model_copy(update={"learning_rate": _USUAL_RATE})}),
         _ALPHA: _with_lora(plan, lora_alpha=2 * plan.method.lora.r if plan.method.lora else 0),
         _PATTERN: _with_lora(plan, alpha_pattern={}),
         _RATIO: _with_lora(plan, lora_plus_ratio=None),
+        _SETTINGS_ALPHA: plan.model_copy(update={"method": plan.method.model_copy(update={"adapter": None})}),
     }
     full = plan.method.type is MethodType.FULL
     # The one setting that is at fault by itself, or else all that are written.
     alone = next((field for field, other in usual.items() if written[field] is not None and _step(other) < _LARGEST_STEP), None)
     removed = [alone] if alone else [field for field, value in written.items() if value is not None]
     return Problem(
-        field=removed[0],
+        field=_SETTINGS if removed[0] == _SETTINGS_ALPHA else removed[0],
         value=written[removed[0]],
         message=f"each step moves a weight by about {_step(plan):.2g} (learning rate x loraPlusRatio x the adapter's scaling), "
         "and weights of language models are of the order of 0.02: what the model knows is overwritten",
@@ -159,15 +171,34 @@ def steps_too_large(context: RuleContext) -> Problem | None:
     )
 
 
+def _overwrites(plan: RunPlan) -> bool:
+    return plan.training.optimizer is not OptimizerName.SGD and _step(plan) >= _LARGEST_STEP
+
+
 def _step(plan: RunPlan) -> float:
     """By how much a step of an optimizer of Adam's kind moves a weight of the model: an estimate of its order."""
     rate, lora = plan.training.learning_rate, plan.method.lora
     if lora is None:
         # There is no second factor that would make less of it.
-        return rate * (_FULL_STEP if plan.method.type is MethodType.FULL else 1.0)
-    scaling = max(lora.lora_alpha, *lora.alpha_pattern.values(), 0) / (math.sqrt(lora.r) if lora.use_rslora else lora.r)
+        return rate * (_FULL_STEP if plan.method.type is MethodType.FULL else max(_adapter_scaling(plan.method), 1.0))
     # A small scaling does not keep the factors themselves from being overwritten.
-    return rate * (lora.lora_plus_ratio or 1.0) * max(scaling, 1.0)
+    return rate * (lora.lora_plus_ratio or 1.0) * max(_largest_scaling(lora), 1.0)
+
+
+def _largest_scaling(lora: LoraPlan) -> float:
+    """Of any module: a pattern may give it another alpha, another rank, or both."""
+    patterns = {*lora.alpha_pattern, *lora.rank_pattern}
+    of_patterns = ((lora.alpha_pattern.get(each, lora.lora_alpha), lora.rank_pattern.get(each, lora.r)) for each in patterns)
+    return max(
+        alpha / (math.sqrt(rank) if lora.use_rslora else rank) for alpha, rank in ((lora.lora_alpha, lora.r), *of_patterns)
+    )
+
+
+def _adapter_scaling(method: MethodPlan) -> float:
+    """Of methods that multiply their product by alpha over r, such as LoHa and LoKr; 0: this one does not."""
+    settings = effective_settings(method.type, method.adapter.settings) if method.adapter else {}
+    alpha, rank = settings.get("alpha"), settings.get("r")
+    return alpha / rank if isinstance(alpha, int) and isinstance(rank, int) and rank > 0 else 0.0
 
 
 def _with_lora(plan: RunPlan, **changes: object) -> RunPlan:
@@ -205,4 +236,35 @@ def weight_decay_erases(context: RuleContext) -> Problem | None:
     )
 
 
-RULES = (training_moves_nothing, steps_too_large, weight_decay_erases)
+@rule(
+    "learning-rate-unusual",
+    "A learning rate is near those that people use",
+    severity="warning",
+    reads=(_RATE, _OPTIMIZER, "method.type"),
+    sources=(
+        "Hu et al., 2021, LoRA, tables 9 to 15: rates from 2e-4 to 1e-3 for adapters",
+        "Dettmers et al., 2023, QLoRA, table 9: 1e-4 and 2e-4",
+        "Touvron et al., 2023, Llama 2, section 3: 2e-5 where all weights are trained",
+    ),
+    holds_for=OURS,
+)
+def learning_rate_unusual(context: RuleContext) -> Problem | None:
+    plan = context.plan
+    is_full, rate = plan.method.type is MethodType.FULL, plan.training.learning_rate
+    is_sgd = plan.training.optimizer is OptimizerName.SGD
+    if not is_sgd and not is_full and plan.method.lora is None:
+        return None
+    most, usual = (_UNUSUAL_SGD_RATE, _USUAL_SGD_RATES) if is_sgd else (_UNUSUAL_RATES[is_full], _USUAL_RATES[is_full])
+    if rate <= most or _overwrites(plan):
+        return None
+    return Problem(
+        field=_RATE,
+        value=context.spec.training.learning_rate,
+        message=f"a rate of {rate:g} is above {most:g}, ten times the largest that is usual; training would most likely diverge "
+        "or unlearn",
+        fix=f'write a usual rate: {usual}; or "2e-4" if a sign or a zero was lost',
+        changes={_RATE: None},
+    )
+
+
+RULES = (training_moves_nothing, steps_too_large, weight_decay_erases, learning_rate_unusual)

@@ -127,6 +127,7 @@ FINDINGS: dict[str, Written] = {
     "epochs-or-max-steps": none("training.epochs"),
     "training-moves-nothing": none("training.maxGradNorm"),
     "steps-too-large": none(RATE, W),
+    "learning-rate-unusual": none(RATE, W),
     "weight-decay-erases": none("training.weightDecay"),
     "lora-settings-misplaced": none("method.lora"),
     "method-settings-misplaced": none("method.settings"),
@@ -325,6 +326,16 @@ def test_the_finding_is_as_written_down(rule):
         ("steps-too-large", lora(r=1, loraAlpha=65536) | {RATE: "2e-4"}, none(ALPHA, W)),
         ("steps-too-large", lora(r=1, loraAlpha=65536) | {RATE: "50"}, (W, RATE, {RATE: None, ALPHA: None})),
         ("steps-too-large", lora(r=1, alphaPattern={"q_proj": 65536}) | {RATE: "2e-4"}, none(LORA + "alphaPattern", W)),
+        (
+            "steps-too-large",
+            lora(r=64, loraAlpha=8192, rankPattern={"q_proj": 1}) | {RATE: "2e-4"},
+            none(ALPHA, W),
+        ),
+        (
+            "steps-too-large",
+            {"method.type": "LoHa", "method.lora": None, "method.settings": {"r": 1, "alpha": 65536}, RATE: "2e-4"},
+            (W, "method.settings", {"method.settings.alpha": None}),
+        ),
         ("steps-too-large", lora(loraPlusRatio="1000") | {RATE: "2e-3"}, none(RATE, W)),
         ("steps-too-large", lora(loraPlusRatio="10000") | {RATE: "2e-4"}, none(LORA + "loraPlusRatio", W)),
         # Neither fix may ask for what the other one speaks against.

@@ -495,6 +495,53 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         {"method.lora.r": 1, "method.lora.alphaPattern": {"q_proj": 4}, "training.learningRate": "2e-4"},
         None,
     ),
+    (
+        "steps-too-large",
+        {"method.lora.r": 64, "method.lora.loraAlpha": 65536, "method.lora.rankPattern": {"q_proj": 1}},
+        {"method.lora.r": 64, "method.lora.loraAlpha": 128, "method.lora.rankPattern": {"q_proj": 1}},
+        None,
+    ),
+    # A pattern's alpha over the pattern's own rank, not over that of others.
+    (
+        "steps-too-large",
+        {"method.lora.r": 64, "method.lora.rankPattern": {"q_proj": 1}, "method.lora.alphaPattern": {"q_proj": 8192}},
+        {"method.lora.r": 1, "method.lora.rankPattern": {"q_proj": 4096}, "method.lora.alphaPattern": {"q_proj": 8192}},
+        None,
+    ),
+    (
+        "steps-too-large",
+        {"method.type": "LoHa", "method.lora": None, "method.settings": {"r": 1, "alpha": 65536}},
+        {"method.type": "LoHa", "method.lora": None, "method.settings": {"r": 1, "alpha": 1024}},
+        None,
+    ),
+    # PEFT's rank is 8 if none is written.
+    (
+        "steps-too-large",
+        {"method.type": "LoKr", "method.lora": None, "method.settings": {"alpha": 65536}, "training.learningRate": "1e-3"},
+        {"method.type": "LoKr", "method.lora": None, "method.settings": {"alpha": 65536}, "training.learningRate": "1e-4"},
+        None,
+    ),
+    ("learning-rate-unusual", {"training.learningRate": "0.02"}, {"training.learningRate": "1e-2"}, None),
+    ("learning-rate-unusual", {"training.learningRate": "0.3"}, {"training.learningRate": "0.5"}, None),  # that one overwrites
+    (
+        "learning-rate-unusual",
+        {"method.type": "Full", "method.lora": None, "training.learningRate": "0.05"},
+        {"method.type": "Full", "method.lora": None, "training.learningRate": "1e-3"},
+        None,
+    ),
+    (
+        "learning-rate-unusual",
+        {"training.learningRate": "101", "training.optimizer": "SGD"},
+        {"training.learningRate": "100", "training.optimizer": "SGD"},
+        None,
+    ),
+    # Methods without factors take other rates.
+    (
+        "learning-rate-unusual",
+        {"training.learningRate": "0.3"},
+        {"method.type": "IA3", "method.lora": None, "training.learningRate": "0.3"},
+        None,
+    ),
     # Neither is at fault by itself.
     (
         "steps-too-large",
