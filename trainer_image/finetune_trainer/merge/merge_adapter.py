@@ -6,6 +6,7 @@ continues from what is on disk for certain, and a finished output of the same pl
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,10 @@ from finetune_trainer.merge.plan import MergePlan, plan_digest
 from finetune_trainer.merge.stream import ProgressCallback, StreamResult, stream
 from finetune_trainer.merge.writer import OutputDirectory, WrittenFile, complete_manifest, remove_leftovers
 from finetune_trainer.weights.errors import BrokenCheckpointError, MergeError, StorageError
+from finetune_trainer.weights.headers import read_checkpoint, unnamed_files
 from finetune_trainer.weights.storage import translate_os_errors
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,9 @@ def merge_adapter(options: MergeOptions, progress: ProgressCallback | None = Non
     _require_links_inside(options)
     inputs = MergeInputs.of(options.base, options.adapters)
     plan = plan_merge(options.base, options.adapters, options.dtype, options.max_shard_bytes, options.quantization)
+    others = unnamed_files(read_checkpoint(options.base))
+    if others:
+        log.warning("%s: %s is named by no index, so that nothing in it is in the merged model", options.base, ", ".join(others))
     digests = inputs.digests()
     # Another device may give other bits.
     digest = plan_digest(plan, digests if options.device == "cpu" else {**digests, "device": options.device})

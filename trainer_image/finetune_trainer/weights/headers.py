@@ -36,7 +36,7 @@ MAX_DIMENSIONS = 64
 """Of a tensor; the most that torch knows."""
 MAX_FILE_BYTES = 2**63 - 1
 
-_SHARD_NUMBER = re.compile(r".*-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})\.safetensors")
+_SHARD_NUMBER = re.compile(r"(?P<name>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})\.safetensors")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -198,15 +198,23 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 def _require_all_shards(directory: Path, files: Collection[str]) -> None:
     """An index that does not name one of the files leaves its tensors out of the model. Raises BrokenCheckpointError."""
-    numbers = [match for match in map(_SHARD_NUMBER.fullmatch, files) if match]
-    expected = {int(match["count"]) for match in numbers}
-    if len(numbers) == len(files) and len(expected) == 1 and len(files) < (count := expected.pop()):
-        present = {int(match["number"]) for match in numbers}
-        absent = next(number for number in range(1, count + 1) if number not in present)
-        raise BrokenCheckpointError(
-            f"{directory / INDEX_FILE}: names {len(files)} of {count} files, number {absent} is not among them. Fetch the model "
-            "again."
-        )
+    numbers: dict[tuple[str, int], set[int]] = {}
+    for match in filter(None, map(_SHARD_NUMBER.fullmatch, files)):
+        numbers.setdefault((match["name"], int(match["count"])), set()).add(int(match["number"]))
+    for (_, count), present in numbers.items():
+        # Some count from 0.
+        if len(present) < count:
+            absent = next(number for number in range(1, count + 1) if number not in present)
+            raise BrokenCheckpointError(
+                f"{directory / INDEX_FILE}: names {len(present)} of {count} files, number {absent} is not among them. Fetch the "
+                "model again."
+            )
+
+
+def unnamed_files(checkpoint: Checkpoint) -> list[str]:
+    """Further safetensors files beside a model: its index leaves them out, or they are another layout of it."""
+    others = (path.name for path in checkpoint.directory.glob("*.safetensors"))
+    return sorted(name for name in others if name not in checkpoint.file_bytes and name != ADAPTER_FILE)
 
 
 def read_adapter(directory: Path) -> Checkpoint:

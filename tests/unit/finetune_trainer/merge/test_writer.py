@@ -58,6 +58,15 @@ def test_a_missing_shard_is_refused_before_anything_is_written(pair: tuple[Path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
 
 
+def test_weights_that_no_index_names_are_left_out_and_said(
+    pair: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = shutil.copytree(pair[0], tmp_path / "base")
+    save_file({"weight": torch.zeros(4)}, base / "vision.safetensors")
+    merge_adapter(MergeOptions(base, (pair[1],), tmp_path / "merged", None, GIB))
+    assert f"{base}: vision.safetensors is named by no index, so that nothing in it is in the merged model" in caplog.messages
+
+
 def test_the_output_loads_alone_and_its_manifest_is_right(pair: tuple[Path, Path], tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     report = merge_adapter(options(pair, tmp_path / "merged"), lambda done, total: seen.append((done, total)))

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from finetune_trainer.weights import errors
-from finetune_trainer.weights.headers import read_adapter, read_checkpoint, read_header, read_json
+from finetune_trainer.weights.headers import read_adapter, read_checkpoint, read_header, read_json, unnamed_files
 
 
 @pytest.mark.parametrize("cut", [1, 1000, "header", "length"])
@@ -72,6 +72,21 @@ def test_an_index_that_leaves_out_a_file_is_refused(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(errors.BrokenCheckpointError, match="names 2 of 3 files, number 2 is not among them"):
         read_checkpoint(tmp_path)
+
+
+def test_a_numbered_file_that_is_left_out_is_missed_beside_others_without_numbers(tmp_path: Path) -> None:
+    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "vision.safetensors"}
+    for tensor, file in weight_map.items():
+        save_file({tensor: torch.zeros(4)}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(errors.BrokenCheckpointError, match="names 1 of 2 files, number 2 is not among them"):
+        read_checkpoint(tmp_path)
+
+
+def test_files_that_no_index_names_are_told(tmp_path: Path) -> None:
+    for name in ("model", "vision", "adapter_model", "consolidated"):
+        save_file({"weight": torch.zeros(4)}, tmp_path / f"{name}.safetensors")
+    assert unnamed_files(read_checkpoint(tmp_path)) == ["consolidated.safetensors", "vision.safetensors"]
 
 
 def test_files_that_are_not_numbered_are_all_that_there_is(tmp_path: Path) -> None:
