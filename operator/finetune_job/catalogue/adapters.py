@@ -199,7 +199,7 @@ EFFECT_ENTRIES = (
         "QLoRA does not pack the experts of this model",
         "bitsandbytes packs linear layers. Stacked experts are none, so most of the base stays in 16 bits.",
         "Count on 16 bits for the experts, or set spec.method.type: LoRA",
-        "tests/unit/finetune_trainer/preflight/test_experts.py::test_experts_that_qlora_does_not_pack_are_told_of",
+        "tests/unit/finetune_trainer/preflight/test_experts.py::test_experts_that_are_not_packed_are_told_of",
     ),
     Entry(
         "rank-beyond-width",

@@ -41,7 +41,7 @@ def attached_findings(model: nn.Module, method: MethodPlan) -> list[Finding]:
         *_without_values(model, field),
         *_wrapped_inside(model, field),
         *(_packed_and_saved(model, field) if method.quantization is not None else ()),
-        *(experts_not_packed(model, method.quantization.bits) if method.quantization is not None else ()),
+        *experts_not_packed(model, method),
         *_rows_of_a_saved_module(model, method, field),
         *_saved_by_their_end(model, field),
         *_not_fed_forward(model, method, field),

@@ -26,12 +26,13 @@ from finetune_trainer.preflight.module_names import STACKED_DIMENSIONS
 
 _ROUTER = re.compile(r"\.(gate|router)(\.|$)")
 """In the names of what scores the experts."""
+_UNPACKED = {MethodType.QLORA: MethodType.LORA.value, MethodType.QDORA: MethodType.DORA.value}
 
 
-def experts_not_packed(model: PeftModel, bits: int) -> Iterator[Finding]:
+def experts_not_packed(model: PeftModel, method: MethodPlan) -> Iterator[Finding]:
     """Only linear layers are packed (docs/decisions/0018-experts-are-not-packed.md)."""
     stacked = _stacked_experts(model)
-    if not stacked:
+    if method.quantization is None or not stacked:
         return
     packed = {name: layer.in_features * layer.out_features for name, layer in model.named_modules() if is_packed(layer)}
     others = {
@@ -42,14 +43,15 @@ def experts_not_packed(model: PeftModel, bits: int) -> Iterator[Finding]:
     total = sum(packed.values()) + sum(others.values())
     first, parameter = next(iter(stacked.items()))
     left = sum(each.numel() for each in stacked.values())
+    bits, share = method.quantization.bits, sum(packed.values()) / total
     yield make_finding(
         "experts-not-packed",
         field="spec.method.type",
-        value=MethodType.QLORA.value,
-        message=f"only {sum(packed.values()) / total:.1%} of the base are packed to {bits} bits: linear layers are, and the "
-        f"experts are {len(stacked)} stacked parameters, first {first}; their {left / total:.1%} stay in "
-        f"{str(parameter.dtype).removeprefix('torch.')}",
-        fix="count on 16 bits for the experts, as the memory estimate does; set spec.method.type: LoRA if so little is packed",
+        value=method.type.value,
+        message=f"only {share:.1%} of the base are packed to {bits} bits: linear layers are, and the experts are {len(stacked)} "
+        f"stacked parameters, first {first}; their {left / total:.1%} stay in {str(parameter.dtype).removeprefix('torch.')}",
+        fix="count on 16 bits for the experts, as the memory estimate does; "
+        f"set spec.method.type: {_UNPACKED[method.type]} if so little is packed",
     )
 
 

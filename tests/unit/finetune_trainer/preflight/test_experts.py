@@ -10,16 +10,18 @@ from finetune_trainer.preflight.model_process import check_model
 from tests.unit.finetune_trainer.preflight.test_architecture import Q, declared, plan
 
 
-def test_experts_that_qlora_does_not_pack_are_told_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "unpacked"), [("QLoRA", "LoRA"), ("QDoRA", "DoRA")])
+def test_experts_that_are_not_packed_are_told_of(tmp_path: Path, method: str, unpacked: str) -> None:
     """Of each of two layers: attention 3,072 values, 4 experts 18,432, router 128, norms 64; and 2 x 8,448 and 32 around them."""
     directory = declared(tmp_path / "model", "mixtral")
-    _, findings = check_model(plan({"type": "QLoRA"}), directory)
+    _, findings = check_model(plan({"type": method, **({"lora": Q} if method == "QDoRA" else {})}), directory)
     (found,) = [finding for finding in findings if finding.rule == "experts-not-packed"]
-    assert (found.severity, found.field, found.value) == ("warning", "spec.method.type", "QLoRA")
+    assert (found.severity, found.field, found.value) == ("warning", "spec.method.type", method)
     # 6,144 and 36,864 of 60,320.
     assert "only 10.2% of the base are packed to 4 bits" in found.message
     assert "4 stacked parameters" in found.message
     assert "61.1% stay in bfloat16" in found.message
+    assert f"set spec.method.type: {unpacked} if" in found.fix
     _, findings = check_model(plan({"type": "LoRA"}), directory)
     assert "experts-not-packed" not in {finding.rule for finding in findings}
 
