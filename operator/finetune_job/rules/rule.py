@@ -82,6 +82,8 @@ class Rule:
     topic: str
     """The module or package of the book that holds it: `wrapping`, `quantization` and so on."""
     reproduction: Reproduction | None = None
+    not_reproduced: str = ""
+    """Why no test shows it on the real libraries; exactly one of the two is set."""
     applies_to: AppliesTo = "ours"
     needs_human: bool = False
     """Whether only a person can weigh the fix, which gives up something that works: it is told, and no program makes it."""
@@ -146,6 +148,7 @@ def rule(
     sources: tuple[str, ...],
     holds_for: str,
     reproduction: Reproduction | None = None,
+    not_reproduced: str = "",
     applies_to: AppliesTo = "ours",
     needs_human: bool = False,
     in_preflight: str = "",
@@ -171,6 +174,7 @@ def rule(
             check=find,
             topic=(module or check.__module__).removeprefix(f"{_BOOK}.").partition(".")[0],
             reproduction=reproduction,
+            not_reproduced=not_reproduced,
             applies_to=applies_to,
             needs_human=needs_human,
             in_preflight=in_preflight,

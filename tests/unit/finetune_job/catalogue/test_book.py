@@ -14,7 +14,8 @@ from finetune_job.failures import FailureClass
 from finetune_job.reasons import ConditionType, Reason
 from finetune_job.rules.book import RULES
 from finetune_job.rules.cel import CONDITIONS
-from finetune_job.rules.cel.condition import TRANSITIONS
+from finetune_job.rules.cel.condition import TRANSITIONS, Transition
+from finetune_job.rules.rule import Rule
 from tests.unit.finetune_job.catalogue.sources import collected_ids, finding_calls
 
 ROOT = Path(__file__).parents[4]
@@ -85,14 +86,29 @@ def test_an_entry_is_whole_and_its_test_expects_it(identifier: str) -> None:
     assert not entry.fix.endswith(".")
     assert bool(entry.reproduction) != bool(entry.not_reproduced)
     if entry.reproduction:
-        path, _, test = entry.reproduction.partition("::")
-        tree = ast.parse((ROOT / path).read_text())
-        functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-        assert test in functions, f"{path} has no {test}"
-        # In the test itself, in what it is called with, or in a constant of the module.
-        others = [node for node in tree.body if not isinstance(node, ast.FunctionDef)]
-        written = [node for part in (functions[test], *others) for node in ast.walk(part)]
-        assert any(isinstance(node, ast.Constant) and node.value == identifier for node in written), f"{test}: {identifier}"
+        assert identifier in texts_of(entry.reproduction)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_a_rule_has_a_reproduction_or_says_why_it_has_none(rule: Rule) -> None:
+    """Which tests may be named is up to tests/unit/finetune_job/rules/test_reproductions.py."""
+    assert bool(rule.reproduction and rule.reproduction.test) != bool(rule.not_reproduced)
+
+
+@pytest.mark.parametrize("transition", TRANSITIONS, ids=lambda transition: transition.rule)
+def test_a_refused_change_names_the_test_that_makes_it(transition: Transition) -> None:
+    assert any(transition.rule in text for text in texts_of(transition.reproduction))
+
+
+def texts_of(reproduction: str) -> set[str]:
+    """Texts in a test, in what it is called with, and in the constants of its module."""
+    path, _, test = reproduction.partition("::")
+    tree = ast.parse((ROOT / path).read_text())
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert test in functions, f"{path} has no {test}"
+    others = [node for node in tree.body if not isinstance(node, ast.FunctionDef)]
+    nodes = [node for part in (functions[test], *others) for node in ast.walk(part)]
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 def test_the_page_is_generated_from_the_catalogue() -> None:
