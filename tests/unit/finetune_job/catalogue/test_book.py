@@ -16,7 +16,7 @@ from finetune_job.rules.book import RULES
 from finetune_job.rules.cel import CONDITIONS
 from finetune_job.rules.cel.condition import TRANSITIONS, Transition
 from finetune_job.rules.rule import Rule
-from tests.unit.finetune_job.catalogue.sources import collected_ids, finding_calls
+from tests.unit.finetune_job.catalogue.sources import collected_ids, findings_made_by_hand, product
 
 ROOT = Path(__file__).parents[4]
 RULE_IDS = {rule.id for rule in RULES}
@@ -47,7 +47,7 @@ def test_the_collection_sees_literals_helpers_constants_and_records() -> None:
 
 
 def test_findings_are_made_in_one_way() -> None:
-    assert finding_calls() == []
+    assert findings_made_by_hand(product()) == []
 
 
 def test_no_id_means_two_things() -> None:
