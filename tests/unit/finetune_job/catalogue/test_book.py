@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from finetune_cli.generate_findings import page
 from finetune_job.api.documentation import member_docs
 from finetune_job.catalogue.book import ENTRIES, UndeclaredFindingError, entry_by_id, make_finding
 from finetune_job.failures import FailureClass
-from finetune_job.reasons import ConditionType, Reason
+from finetune_job.reasons import AttemptOutcome, ConditionType, Phase, Reason
 from finetune_job.rules.book import RULES
 from finetune_job.rules.cel import CONDITIONS
 from finetune_job.rules.cel.condition import TRANSITIONS, Transition
@@ -115,6 +116,6 @@ def test_the_page_is_generated_from_the_catalogue() -> None:
     assert (ROOT / "docs/findings.md").read_text() == page(), "run: python -m finetune_cli.generate_findings > docs/findings.md"
 
 
-@pytest.mark.parametrize("words", [FailureClass, ConditionType, Reason])
-def test_every_word_of_status_has_a_meaning(words: type[FailureClass | ConditionType | Reason]) -> None:
+@pytest.mark.parametrize("words", [FailureClass, ConditionType, Reason, Phase, AttemptOutcome])
+def test_every_word_of_status_has_a_meaning(words: type[Enum]) -> None:
     assert [word.value for word in words if word.value not in member_docs(words)] == []
