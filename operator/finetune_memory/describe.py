@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune_job.api.parallelism import AutoWrapPolicy
+from finetune_job.module_names import is_embedding, is_router
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.adapters import trained_parameters
@@ -151,9 +152,9 @@ def _stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]
 
 def _kind(name: str, shape: tuple[int, ...]) -> Kind:
     """By the name and the dimensions of a tensor: matrices are weights of linear layers, but for embeddings and routers."""
-    module = name.rpartition(".")[0].rpartition(".")[2]
+    module = name.rpartition(".")[0]
     if len(shape) != 2 or not name.endswith(".weight"):
         return "other"
-    if "embed" in module or module in ("wte", "wpe", "word_embeddings"):
+    if is_embedding(module):
         return "embedding"
-    return "other" if module in ("gate", "router") else "linear"
+    return "other" if is_router(module) else "linear"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from finetune_job.api.enumerations import Dtype
 from finetune_job.api.method import LoraSpec
+from finetune_job.module_names import TOKEN_EMBEDDINGS
 from finetune_job.plan.element_types import held_dtype
 from finetune_job.rules.rule import Problem, Reproduction, RuleContext, rule
 from finetune_job.sharding import Conflict, HeldParameter, unit_conflict
@@ -13,8 +14,6 @@ _TARGETS, SAVED = "method.lora.targetModules", "method.lora.modulesToSave"
 _VERSION, _ORIG_PARAMS = "parallelism.fsdp.version", "parallelism.fsdp.useOrigParams"
 _AUTOCAST = "method.lora.autocastAdapterDtype"
 _TESTS = "tests/pitfalls/test_tokens.py"
-EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "embed_tokens.weight"})
-"""Names that causal language models give their input embedding; what else it may be called, preflight sees."""
 
 
 @rule(
@@ -61,7 +60,7 @@ def trainable_tokens_overlap(context: RuleContext) -> Problem | None:
     if lora.trainable_token_indices is None:
         return None
     for field, names in ((SAVED, lora.modules_to_save or []), (_TARGETS, lora.target_modules or [])):
-        both = [name for name in names if name.rsplit(".", 1)[-1] in EMBEDDINGS]
+        both = [name for name in names if name.rsplit(".", 1)[-1] in TOKEN_EMBEDDINGS]
         if both:
             return Problem(
                 field=field,
