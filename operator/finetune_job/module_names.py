@@ -9,6 +9,9 @@ OUTPUT_HEADS = ("lm_head", "embed_out", "output")
 ROUTERS = frozenset({"gate", "router"})
 """What scores the experts for a token: a linear layer of that name, or one within a module of that name."""
 
+ADAPTER = "default"
+"""What PEFT calls an adapter that nobody names: the one that is trained. Part of the names of its modules."""
+
 
 def is_router(name: str) -> bool:
     """Whether a module or a parameter belongs to a router. name: its path in the model."""

@@ -14,7 +14,7 @@ from finetune_job.api.method import ALL_LINEAR, LoraBias, MethodType
 from finetune_job.methods import INSIDE_PEFT
 from finetune_job.module_expressions import key_expression
 from finetune_job.module_names import OUTPUT_HEADS
-from finetune_job.plan.element_types import DTYPE_BYTES
+from finetune_job.plan.element_types import VALUE_BYTES
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan, QuantizationPlan
 from finetune_memory.model_shape import LINEAR, ParameterShape, UnknownModelError
 
@@ -216,7 +216,7 @@ def quantised(
             constant += each.shape[0] * 4
             continue
         packed = -(-each.numel // 2)
-        found.append(replace(each, shape=(-(-packed // DTYPE_BYTES[storage]), 1), dtype=storage))
+        found.append(replace(each, shape=(-(-packed // VALUE_BYTES[storage]), 1), dtype=storage))
         constant += scale_bytes(each.numel, is_nested=quantization.double_quant)
     return tuple(found), constant
 

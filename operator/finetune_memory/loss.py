@@ -6,7 +6,7 @@ The sizes of a part are those that the trainer computes with (objective/cross_en
 from __future__ import annotations
 
 from finetune_job.module_names import OUTPUT_HEADS
-from finetune_job.plan.element_types import DTYPE_BYTES
+from finetune_job.plan.element_types import VALUE_BYTES
 from finetune_memory.activations import TrainingPass
 from finetune_memory.model_shape import ModelShape, ParameterShape
 
@@ -53,7 +53,7 @@ def loss_bytes(shape: ModelShape, during: TrainingPass) -> tuple[int, int]:
     # Logits; log of the softmax and the gradients of it and of what it was taken of, in float32.
     part = values * (size + 4 + 4 + 4)
     whole = 0
-    if head is not None and size != DTYPE_BYTES[head.dtype] and not elements.casts_parameters:
+    if head is not None and size != VALUE_BYTES[head.dtype] and not elements.casts_parameters:
         whole += head.numel * size
     if head is not None and head.is_trained:
         whole += head.numel * 4
