@@ -19,7 +19,7 @@ data, before any GPU is held. The findings that the manifest alone decides are i
 codes in [failures.md](failures.md). `finetune explain WORD` explains each of them on a terminal.
 
 An *error* refuses the job; a *warning* is shown and recorded, and the job runs; *either* depends on the data. Below the findings
-are the words of `status.conditions` and of events.
+are the words of status and of events.
 """
 
 

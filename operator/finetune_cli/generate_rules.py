@@ -69,7 +69,11 @@ def _topic(topic: str) -> str:
 
 def _section(rule: Rule) -> str:
     reads = ", ".join(f"`{field}`" for field in rule.reads)
-    shown = [f"* Shown by: `{rule.reproduction.test}`: {rule.reproduction.observed}"] if rule.reproduction is not None else []
+    shown = (
+        f"* Shown by: `{rule.reproduction.test}`: {rule.reproduction.observed}"
+        if rule.reproduction is not None
+        else f"* Not reproduced: {rule.not_reproduced}"
+    )
     at_the_door = ["* Refused by the API server, too, where the object alone shows it"] if conditions_of(rule) else []
     later = [f"* Found by preflight, under the same id: {rule.in_preflight}"] if rule.in_preflight else []
     return "\n".join(
@@ -81,14 +85,14 @@ def _section(rule: Rule) -> str:
             *at_the_door,
             *later,
             f"* Holds for: {rule.holds_for}",
-            *shown,
+            shown,
             f"* Evidence: {rule.evidence}; {'; '.join(rule.sources)}\n",
         ]
     )
 
 
 def _transitions() -> str:
-    rows = [f"* `{each.rule}`: {each.title}; {each.fix}." for each in TRANSITIONS]
+    rows = [f"* `{each.rule}`: {each.title}; {each.fix}. Test: `{each.reproduction}`" for each in TRANSITIONS]
     return "\n".join(
         ["## Changes of an object\n", "What only the API server refuses, because it knows what was there before:\n", *rows, ""]
     )

@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from finetune_job.api.status import Condition
-from finetune_job.reasons import ConditionType, Reason
+from finetune_job.reasons import ConditionType, Phase, Reason
 
 ConditionValue = bool | None
 """True, False, or None for Unknown."""
 _ORDER = {kind: place for place, kind in enumerate(ConditionType)}
 _WORDS = {True: "True", False: "False", None: "Unknown"}
 _NEXT = {
-    ConditionType.VALIDATED: "Pending",
-    ConditionType.FETCHED: "Fetching",
-    ConditionType.PREPARED: "Preflight",
-    ConditionType.TRAINED: "Training",
-    ConditionType.MERGED: "Merging",
-    ConditionType.PUBLISHED: "Publishing",
+    ConditionType.VALIDATED: Phase.PENDING,
+    ConditionType.FETCHED: Phase.FETCHING,
+    ConditionType.PREPARED: Phase.PREFLIGHT,
+    ConditionType.TRAINED: Phase.TRAINING,
+    ConditionType.MERGED: Phase.MERGING,
+    ConditionType.PUBLISHED: Phase.PUBLISHING,
 }
 _RESTARTING = (Reason.RESTARTING, Reason.RESIZING, Reason.BACKING_OFF, Reason.BLOCKED_ON_NODE)
 
@@ -78,21 +78,21 @@ def initial_conditions(*, generation: int, now: str) -> list[Condition]:
     return conditions
 
 
-def job_phase(conditions: Sequence[Condition]) -> str:
+def job_phase(conditions: Sequence[Condition]) -> Phase:
     """The phase of a job: what it ended as, what holds it up, or the first stage that is not done."""
     succeeded = find_condition(conditions, ConditionType.SUCCEEDED)
     if is_condition_true(conditions, ConditionType.FINISHED) and succeeded is not None:
         if succeeded.status == "True":
-            return "Succeeded"
-        return "Cancelled" if succeeded.reason == Reason.CANCELLED else "Failed"
+            return Phase.SUCCEEDED
+        return Phase.CANCELLED if succeeded.reason == Reason.CANCELLED else Phase.FAILED
     finished = find_condition(conditions, ConditionType.FINISHED)
     if finished is not None and finished.reason == Reason.STOPPING:
-        return "Stopping"
+        return Phase.STOPPING
     if is_condition_true(conditions, ConditionType.STALLED):
-        return "Stalled"
+        return Phase.STALLED
     if is_condition_true(conditions, ConditionType.SUSPENDED):
-        return "Suspended"
+        return Phase.SUSPENDED
     trained = find_condition(conditions, ConditionType.TRAINED)
     if trained is not None and trained.reason in _RESTARTING:
-        return "Restarting"
-    return next((word for kind, word in _NEXT.items() if not is_condition_true(conditions, kind)), "Finishing")
+        return Phase.RESTARTING
+    return next((word for kind, word in _NEXT.items() if not is_condition_true(conditions, kind)), Phase.FINISHING)

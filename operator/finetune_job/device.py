@@ -6,10 +6,9 @@ import re
 
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
+from finetune_job.names import GPU_PRODUCT_LABEL
 from finetune_job.plan.run_plan import RunPlan
 
-PRODUCT_LABEL = "nvidia.com/gpu.product"
-"""What NVIDIA's GPU feature discovery calls the label of a node with the name of its devices."""
 LARGE_ON_CPU = "large-model-on-cpu"
 LARGE_PARAMETERS = 1_000_000_000
 """From here on a step on CPU cores takes minutes, and a run days."""
@@ -36,7 +35,7 @@ def product_of(plan: RunPlan) -> str | None:
     if placement is None or placement.gpu_resource_name is None:
         return None
     selected = placement.node_selector | placement.pods.train.node_selector
-    return placement.gpu_product or selected.get(PRODUCT_LABEL)
+    return placement.gpu_product or selected.get(GPU_PRODUCT_LABEL)
 
 
 def parameters_by_name(source: str) -> int | None:

@@ -131,26 +131,26 @@ class HttpServer:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:
-            return _encode(_refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"at most {REQUEST_BYTES} bytes"))
+            return _encode(error_answer(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"at most {REQUEST_BYTES} bytes"))
         words = head.partition(b"\r\n")[0].decode("latin-1").split(" ")
         if len(words) != 3 or not words[2].startswith("HTTP/1."):
-            return _encode(_refusal(HTTPStatus.BAD_REQUEST, "not HTTP/1"))
+            return _encode(error_answer(HTTPStatus.BAD_REQUEST, "not HTTP/1"))
         method, target, _ = words
         if method not in {"GET", "HEAD"}:
-            return _encode(_refusal(HTTPStatus.METHOD_NOT_ALLOWED, "GET only"))
+            return _encode(error_answer(HTTPStatus.METHOD_NOT_ALLOWED, "GET only"))
         answer = await self._answer(target.partition("?")[0], _header(head, b"authorization"))
         return _encode(answer, has_body=method == "GET")
 
     async def _answer(self, path: str, authorization: str) -> Answer:
         route = self._routes.get(path)
         if route is None:
-            return _refusal(HTTPStatus.NOT_FOUND, f"there are {', '.join(self._routes)}")
+            return error_answer(HTTPStatus.NOT_FOUND, f"there are {', '.join(self._routes)}")
         try:
             refusal = None if self._gate is None else await self._gate.refusal(path, authorization)
             return route() if refusal is None else refusal
         except Exception:  # noqa: BLE001 - a page that cannot be made must not end the probes
             _log.exception("route %s failed", path)
-            return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "see the log")
+            return error_answer(HTTPStatus.INTERNAL_SERVER_ERROR, "see the log")
 
 
 def _header(head: bytes, name: bytes) -> str:
@@ -162,7 +162,8 @@ def _header(head: bytes, name: bytes) -> str:
     return ""
 
 
-def _refusal(status: HTTPStatus, why: str) -> Answer:
+def error_answer(status: HTTPStatus, why: str) -> Answer:
+    """An answer that says in one line why there is no other."""
     return Answer(f"{status.phrase}: {why}\n".encode(), status=status)
 
 

@@ -1,5 +1,6 @@
 """Where things are on the workspace and on the output claim: one table for trainer, operator and command line."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,12 @@ from pathlib import Path
 def checkpoint_name(step: int) -> str:
     """Name of the directory of the checkpoint after an optimizer step; names sort like steps."""
     return f"step-{step:010d}"
+
+
+def checkpoint_step(name: str) -> int | None:
+    """The step in such a name; None for any other name."""
+    match = re.fullmatch(r"step-(\d{10})", name)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,13 @@ class WorkspaceLayout:
 
     @property
     def checkpoints(self) -> Path:
+        """A directory for each, by `checkpoint_name`."""
         return self.root / "checkpoints"
+
+    @property
+    def rank_zero(self) -> Path:
+        """The attempt, and the port on which its rank 0 answers."""
+        return self.root / "observe.json"
 
     @property
     def adapter(self) -> Path:

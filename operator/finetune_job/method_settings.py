@@ -16,6 +16,8 @@ from finetune_job.methods import METHODS
 from finetune_job.peft_settings import SETTINGS
 
 TARGETS = "targetModules"
+PATTERNS = ("rankPattern", "alphaPattern", "nFrequencyPattern", "blockSizePattern", "lambdaPattern")
+"""Mappings whose keys are regular expressions on the end of a name."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Condition types and reasons: every word that may appear in `status.conditions`, in events and in metric labels."""
+"""The words of status, of events and of metric labels: condition types, reasons, phases, outcomes of attempts."""
 
 from __future__ import annotations
 
@@ -156,3 +156,51 @@ class Reason(StrEnum):
     """`spec.run.suspend` is false."""
     HEALTHY = "Healthy"
     """Nothing needs a human."""
+
+
+class Phase(StrEnum):
+    """A job in one word, by its conditions."""
+
+    PENDING = "Pending"
+    """Nothing has begun: the manifest is not accepted yet, or the job waits to be admitted."""
+    FETCHING = "Fetching"
+    """Model and data are copied to the workspace; next is preflight."""
+    PREFLIGHT = "Preflight"
+    """Preflight looks at the real model and data; next is training."""
+    TRAINING = "Training"
+    """The gang trains, or waits for its pods; next is the merge."""
+    MERGING = "Merging"
+    """The adapter is merged into its base model, and the result verified."""
+    PUBLISHING = "Publishing"
+    """The results are copied to `output.destination`."""
+    FINISHING = "Finishing"
+    """Every stage is done; the job is about to be called finished."""
+    RESTARTING = "Restarting"
+    """An attempt of training has ended, and the next one waits for its turn, for its pods or for a node."""
+    SUSPENDED = "Suspended"
+    """`spec.run.suspend` is true, and the job holds no pods."""
+    STALLED = "Stalled"
+    """The job waits until a human acts; the condition `Stalled` says what to do."""
+    STOPPING = "Stopping"
+    """How the job ends is decided, and its pods are ending."""
+    SUCCEEDED = "Succeeded"
+    """The job has ended, and every stage that it asks for is done."""
+    FAILED = "Failed"
+    """The job has ended without its result."""
+    CANCELLED = "Cancelled"
+    """The job has ended because somebody set `spec.run.cancel`."""
+
+
+class AttemptOutcome(StrEnum):
+    """How one attempt of a role is doing, or how it has ended."""
+
+    RUNNING = "Running"
+    """Its pods are there, and it has not ended."""
+    SUCCEEDED = "Succeeded"
+    """It has done what it was started for."""
+    FAILED = "Failed"
+    """It has ended in a failure, whose class is next to it."""
+    SUSPENDED = "Suspended"
+    """It was ended because the job is suspended."""
+    RESIZED = "Resized"
+    """It was ended so that the gang goes on with another number of nodes; never counted as a failure."""

@@ -15,12 +15,12 @@ from finetune_job.conditions import find_condition
 from finetune_job.failures import FailureClass
 from finetune_job.finding import TEXTS, Finding
 from finetune_job.names import Role
-from finetune_job.reasons import ConditionType, Reason
+from finetune_job.reasons import AttemptOutcome, ConditionType, Reason
 
 _CONDITIONS = frozenset(map(str, ConditionType))
 _ROLES = frozenset(map(str, Role))
 _FAILURES = frozenset(map(str, FailureClass))
-_OUTCOMES = frozenset({"Running", "Succeeded", "Failed", "Suspended", "Resized"})
+_OUTCOMES = frozenset(map(str, AttemptOutcome))
 _NOT_BEGUN = (Reason.NOT_OBSERVED, Reason.PENDING)
 MAX_FINDINGS_BYTES = 256 << 10
 """Of all findings; the attempts, of which only the latest is told at length, take as much again at most."""
@@ -41,10 +41,10 @@ def read_status(content: dict[str, Any] | None) -> FineTuneJobStatus:
 def _known_attempt(attempt: dict[str, Any]) -> dict[str, Any]:
     """The record of an attempt with the words of this release."""
     evidence = [_with_known_failure(one) for one in attempt.get("evidence") or ()]
-    outcome = attempt.get("outcome", "Running")
+    outcome = attempt.get("outcome", str(AttemptOutcome.RUNNING))
     return _with_known_failure(attempt) | {
         "evidence": evidence,
-        "outcome": outcome if outcome in _OUTCOMES else "Failed",
+        "outcome": outcome if outcome in _OUTCOMES else str(AttemptOutcome.FAILED),
     }
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from finetune_job.api.inputs import Attention
-from finetune_job.plan.element_types import DTYPE_BYTES, Elements
+from finetune_job.plan.element_types import VALUE_BYTES, Elements
 from finetune_memory.layers import Layer, Linear, Norm
 from finetune_memory.model_shape import ArchitectureFacts, Workload
 
@@ -133,7 +133,7 @@ def _inputs(layer: Layer, during: TrainingPass) -> int:
             if linear.has_magnitude:
                 # The base's result and the adapter's, which the magnitude scales; after dropout both in the adapter's type.
                 total += tokens * linear.outputs * (size + (size if during.dropout else elements.product))
-            if linear.has_magnitude and during.dropout and (during.is_packed or size != DTYPE_BYTES[elements.load]):
+            if linear.has_magnitude and during.dropout and (during.is_packed or size != VALUE_BYTES[elements.load]):
                 # What dropout left is multiplied by the weight, too, unpacked or cast for this: it is kept whole.
                 total += linear.inputs * linear.outputs * size
         reads_attention = is_output and members[0].is_attention and not during.keeps_scores
@@ -210,7 +210,7 @@ def _experts(layer: Layer, during: TrainingPass) -> int:
     if is_adapted:
         # PEFT adds the update to all experts' weights in every forward pass, with factors in the weights' type.
         total += sum(each.numel for each in layer.experts) * size
-        if during.elements.param is None and DTYPE_BYTES[layer.factor_dtype] != size:
+        if during.elements.param is None and VALUE_BYTES[layer.factor_dtype] != size:
             total += layer.expert_factors * size
     return total
 

@@ -13,13 +13,13 @@ from dataclasses import replace
 from finetune_job.api.method import ALL_LINEAR, LoraBias, MethodType
 from finetune_job.methods import INSIDE_PEFT
 from finetune_job.module_expressions import key_expression
-from finetune_job.plan.element_types import DTYPE_BYTES
+from finetune_job.module_names import OUTPUT_HEADS
+from finetune_job.plan.element_types import VALUE_BYTES
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan, QuantizationPlan
 from finetune_memory.model_shape import LINEAR, ParameterShape, UnknownModelError
 
 FIRST_VALUES = "first_values"
 """Name of the frozen adapter that holds what an adapter started with, where that is a part of the base's weights."""
-HEADS = ("lm_head", "embed_out", "output")
 STACKED_EXPERTS: Mapping[str, Mapping[str, tuple[str, int]]] = {
     "mixtral": {"gate": ("gate.weight", 1), "w1": ("gate_up_proj", 2), "w3": ("gate_up_proj", 2), "w2": ("down_proj", 1)},
     "qwen2_moe": {
@@ -76,7 +76,7 @@ def _with_stacked_experts(lora: LoraPlan, base: Sequence[ParameterShape], model_
     names = lora.target_modules
     if names == (ALL_LINEAR,):
         linear = {each.module.rpartition(".")[2] for each in base if each.kind in LINEAR}
-        names = (*sorted(linear - set(HEADS)), *once)
+        names = (*sorted(linear - set(OUTPUT_HEADS)), *once)
     found = {name: new for name in names for old, new in once.items() if _ends_with(name, old)}
     stacked = dict(found.values())
     return lora.model_copy(
@@ -96,10 +96,10 @@ def _with_adapters(base: Sequence[ParameterShape], lora: LoraPlan, held: str, ad
     for each in base:
         modules.setdefault(each.module, []).append(each)
     embeddings = [name for name, parameters in modules.items() if parameters[0].kind == "embedding"]
-    head = next((name for name in modules if name.rpartition(".")[2] in HEADS), None)
-    if head is None and embeddings and _ends_with_any(HEADS[0], lora.target_modules):
+    head = next((name for name in modules if name.rpartition(".")[2] in OUTPUT_HEADS), None)
+    if head is None and embeddings and _ends_with_any(OUTPUT_HEADS[0], lora.target_modules):
         # A tied head holds no weight of its own, but an adapter of its own.
-        modules[HEADS[0]] = [replace(modules[embeddings[0]][0], name=f"{HEADS[0]}.weight", kind="linear")]
+        modules[OUTPUT_HEADS[0]] = [replace(modules[embeddings[0]][0], name=f"{OUTPUT_HEADS[0]}.weight", kind="linear")]
     for name, parameters in modules.items():
         path = INSIDE_PEFT + name
         if any(name.endswith(saved) for saved in lora.modules_to_save):
@@ -120,7 +120,7 @@ def _with_adapters(base: Sequence[ParameterShape], lora: LoraPlan, held: str, ad
         trains_bias = lora.bias is LoraBias.ALL
         if _is_target(name, parameters[0], lora, head):
             adapts_bias = lora.bias is not LoraBias.NONE
-            if name != HEADS[0] or head is not None:
+            if name != OUTPUT_HEADS[0] or head is not None:
                 yield from (
                     _held(each, f"{path}.base_layer", held, is_trained=adapts_bias and each.name.endswith(".bias"))
                     for each in parameters
@@ -198,7 +198,7 @@ def _matches(key: str, name: str) -> bool:
 
 
 def quantised(
-    parameters: Sequence[ParameterShape], quantization: QuantizationPlan, held: str, kept: Collection[str] = HEADS
+    parameters: Sequence[ParameterShape], quantization: QuantizationPlan, held: str, kept: Collection[str] = OUTPUT_HEADS
 ) -> tuple[tuple[ParameterShape, ...], int]:
     """Parameters with the weights of linear layers packed, and the bytes of their scales, which no rank shares with another.
 
@@ -216,7 +216,7 @@ def quantised(
             constant += each.shape[0] * 4
             continue
         packed = -(-each.numel // 2)
-        found.append(replace(each, shape=(-(-packed // DTYPE_BYTES[storage]), 1), dtype=storage))
+        found.append(replace(each, shape=(-(-packed // VALUE_BYTES[storage]), 1), dtype=storage))
         constant += scale_bytes(each.numel, is_nested=quantization.double_quant)
     return tuple(found), constant
 

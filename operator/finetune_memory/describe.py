@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune_job.api.parallelism import AutoWrapPolicy
+from finetune_job.module_names import is_embedding, is_router
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.adapters import trained_parameters
-from finetune_memory.families import FAMILIES, base_parameters, layer_class
+from finetune_memory.families import PARAMETERS_BY_TYPE, base_parameters, layer_class
 from finetune_memory.layers import layer_names
 from finetune_memory.model_shape import Kind, ModelShape, ParameterShape, UnknownModelError, facts_of, text_config
 from finetune_memory.sharding import unit_names
@@ -115,7 +116,7 @@ def model_shape(plan: RunPlan, files: ModelMetadata) -> ModelShape:
 
 
 def _base(files: ModelMetadata, held: str) -> tuple[ParameterShape, ...]:
-    if files.config["model_type"] in FAMILIES or not files.tensors:
+    if files.config["model_type"] in PARAMETERS_BY_TYPE or not files.tensors:
         return base_parameters(files.config, held)
     shapes = _stacked({name: shape for name, (_, shape) in files.tensors.items() if _is_loaded(name, files.config)})
     return tuple(ParameterShape(name, shape, held, is_trained=False, kind=_kind(name, shape)) for name, shape in shapes.items())
@@ -151,9 +152,9 @@ def _stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]
 
 def _kind(name: str, shape: tuple[int, ...]) -> Kind:
     """By the name and the dimensions of a tensor: matrices are weights of linear layers, but for embeddings and routers."""
-    module = name.rpartition(".")[0].rpartition(".")[2]
+    module = name.rpartition(".")[0]
     if len(shape) != 2 or not name.endswith(".weight"):
         return "other"
-    if "embed" in module or module in ("wte", "wpe", "word_embeddings"):
+    if is_embedding(module):
         return "embedding"
-    return "other" if module in ("gate", "router") else "linear"
+    return "other" if is_router(module) else "linear"

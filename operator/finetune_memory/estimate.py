@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from finetune_job.api.inputs import Attention
 from finetune_job.api.training import ActivationCheckpointing, GradientReduction, OptimizerName
-from finetune_job.plan.element_types import DTYPE_BYTES, Elements
+from finetune_job.plan.element_types import VALUE_BYTES, Elements
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.sharding import ORDERED_VALUES_AT_ONCE, can_load_shards
 from finetune_memory.activations import Activations, TrainingPass, layer_activations
@@ -145,12 +145,9 @@ class _Estimator:
         kept, cut = self.kept, f"1/{self.world_size}" if self.is_sharded else "all"
         return [
             Term("frozen weights", kept.frozen, f"{cut} of the base, {self._held_types()}"),
-            Term("trained weights", kept.trained, f"{'all' if self.is_ordered else cut} of {self._num_trained():,} values"),
+            Term("trained weights", kept.trained, f"{'all' if self.is_ordered else cut} of {self.shape.num_trained:,} values"),
             Term("optimizer state", self._state_bytes(), f"{self.plan.training.optimizer.value} of the trained weights"),
         ]
-
-    def _num_trained(self) -> int:
-        return sum(each.numel for each in self.shape.parameters if each.is_trained)
 
     def _held_types(self) -> str:
         quantization, load = self.plan.method.quantization, self.elements.load
@@ -170,7 +167,7 @@ class _Estimator:
             return Term("gradients", 0, "")
         if not self.is_sharded or self.is_ordered or all(each.is_trained for each in self.shape.parameters):
             return Term("gradients", self.kept.gradients, "of the earlier micro-batches")
-        width = {each.name: DTYPE_BYTES[self.elements.reduce or each.dtype] for each in self.held.parameters}
+        width = {each.name: VALUE_BYTES[self.elements.reduce or each.dtype] for each in self.held.parameters}
         whole = sum(each.numel * width[each.name] for each in self.held.parameters if each.is_trained)
         return Term("gradients", whole, "of the earlier micro-batches, whole until the last of a step")
 
@@ -188,11 +185,11 @@ class _Estimator:
         """Trained matrices that autocast has cast and keeps for the backward pass."""
         if self.elements.casts_parameters or self.elements.param is None:
             return 0
-        size = DTYPE_BYTES[self.elements.param]
+        size = VALUE_BYTES[self.elements.param]
         return sum(
             each.numel * size
             for each in self.held.parameters
-            if each.is_trained and len(each.shape) > 1 and each.kind != "embedding" and DTYPE_BYTES[each.dtype] != size
+            if each.is_trained and len(each.shape) > 1 and each.kind != "embedding" and VALUE_BYTES[each.dtype] != size
         )
 
     def _saved(self) -> tuple[int, int]:
@@ -333,7 +330,7 @@ class _Estimator:
 
     def _ordered_sum(self) -> Term:
         """The gradients of this rank's virtual ranks next to the sum, and a part of those of all, sent and received."""
-        values = self._num_trained() if self.is_ordered else 0
+        values = self.shape.num_trained if self.is_ordered else 0
         rounds = -(-self.plan.parallelism.world_size // self.world_size)
         exchanged = (self.world_size + 1) * rounds * min(values, ORDERED_VALUES_AT_ONCE)
         return Term("ordered sum", 4 * (rounds * values + exchanged), "of the gradients of all ranks, as float32")

@@ -20,11 +20,11 @@ Entry = tuple[str, tuple[int, ...], Kind]
 def base_parameters(config: Config, dtype: str) -> tuple[ParameterShape, ...]:
     """Frozen parameters of the base model, held as `dtype`. Raises UnknownModelError for a family that is not known."""
     kind = str(config.get("model_type"))
-    family = FAMILIES.get(kind)
+    family = PARAMETERS_BY_TYPE.get(kind)
     if family is None:
         raise UnknownModelError(
             f"config.json: model_type {kind!r} is not among those whose structure is known without the model "
-            f"({', '.join(sorted(FAMILIES))}); give --model the directory with its safetensors files"
+            f"({', '.join(sorted(PARAMETERS_BY_TYPE))}); give --model the directory with its safetensors files"
         )
     text = text_config(config)
     layers = text.get("num_hidden_layers", text.get("n_layer"))
@@ -269,7 +269,7 @@ def _deepseek(c: Config) -> Iterator[Entry]:
 
 _FOUR_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _LLAMA = _llama(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias")
-FAMILIES: Mapping[str, Callable[[Config], Iterator[Entry]]] = {
+PARAMETERS_BY_TYPE: Mapping[str, Callable[[Config], Iterator[Entry]]] = {
     "llama": _LLAMA,
     "mistral": _llama(),
     "qwen2": _llama(qkv_bias=True),

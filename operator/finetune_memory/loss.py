@@ -5,7 +5,8 @@ The sizes of a part are those that the trainer computes with (objective/cross_en
 
 from __future__ import annotations
 
-from finetune_job.plan.element_types import DTYPE_BYTES
+from finetune_job.module_names import OUTPUT_HEADS
+from finetune_job.plan.element_types import VALUE_BYTES
 from finetune_memory.activations import TrainingPass
 from finetune_memory.model_shape import ModelShape, ParameterShape
 
@@ -16,7 +17,6 @@ MIN_ROWS_PER_PART = 64
 """Products of fewer rows take other paths in the libraries, and give other bits."""
 ROWS_RECOMPUTED = MIN_ROWS_PER_PART * 16
 """Rows at a time where logits are computed again in the backward pass."""
-HEADS = ("lm_head", "embed_out")
 
 
 def rows_per_part(vocabulary: int, device_type: str) -> int:
@@ -30,7 +30,7 @@ def head_of(shape: ModelShape) -> ParameterShape | None:
     heads = [
         each
         for each in shape.parameters
-        if each.shape[:1] == (vocabulary,) and any(f".{name}." in f".{each.name}" for name in HEADS)
+        if each.shape[:1] == (vocabulary,) and any(f".{name}." in f".{each.name}" for name in OUTPUT_HEADS)
     ]
     found = heads or [each for each in shape.parameters if each.kind == "embedding" and each.shape[0] >= vocabulary]
     return next((each for each in found if each.is_trained), found[0] if found else None)
@@ -53,7 +53,7 @@ def loss_bytes(shape: ModelShape, during: TrainingPass) -> tuple[int, int]:
     # Logits; log of the softmax and the gradients of it and of what it was taken of, in float32.
     part = values * (size + 4 + 4 + 4)
     whole = 0
-    if head is not None and size != DTYPE_BYTES[head.dtype] and not elements.casts_parameters:
+    if head is not None and size != VALUE_BYTES[head.dtype] and not elements.casts_parameters:
         whole += head.numel * size
     if head is not None and head.is_trained:
         whole += head.numel * 4

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from finetune_job.plan.element_types import DTYPE_BYTES
+from finetune_job.plan.element_types import VALUE_BYTES
 
 Kind = Literal["linear", "transposed", "embedding", "other"]
 """What it is the weight of: torch's linear layer [outputs, inputs], transformers' Conv1D [inputs, outputs], an embedding."""
@@ -63,7 +63,7 @@ class ParameterShape:
     @cached_property
     def num_bytes(self) -> int:
         """Unsharded."""
-        return self.numel * DTYPE_BYTES[self.dtype]
+        return self.numel * VALUE_BYTES[self.dtype]
 
     @property
     def module(self) -> str:
@@ -111,6 +111,11 @@ class ModelShape:
     facts: ArchitectureFacts
     constant_bytes: int = 0
     """What every rank holds whole in addition to parameters: buffers, and the scales of 4-bit weights."""
+
+    @property
+    def num_trained(self) -> int:
+        """Values that are trained."""
+        return sum(each.numel for each in self.parameters if each.is_trained)
 
 
 def facts_of(

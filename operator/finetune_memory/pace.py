@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from finetune_job.api.inputs import Attention
 from finetune_job.api.training import ActivationCheckpointing, GradientReduction
-from finetune_job.plan.element_types import DTYPE_BYTES, Elements, resolve_elements
+from finetune_job.plan.element_types import VALUE_BYTES, Elements, resolve_elements
 from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.devices import ASSUMED, NETWORK_BYTES_PER_SECOND, Calibration, Device, device_of
 from finetune_memory.elementwise import operations
@@ -243,7 +243,7 @@ class _Pacer:
             # Scaled and added by kernels of their own.
             moved += 7 * outputs * size
         if not self.is_fused and self.elements.adapter_copies_input(linear.adapter_dtype):
-            moved += 2 * inputs * (size + DTYPE_BYTES[linear.adapter_dtype])
+            moved += 2 * inputs * (size + VALUE_BYTES[linear.adapter_dtype])
         if linear.has_magnitude:
             # The norm of base and adapter together, of a weight and not of tokens; and the magnitude's product.
             moved += 6 * outputs * size
@@ -288,12 +288,9 @@ class _Pacer:
         logits = self.work.tokens * self.shape.facts.vocabulary_size
         return logits * LOGIT_BYTES * (2 if self.shape.facts.has_whole_logits else 1) / self.memory
 
-    def _trained(self) -> int:
-        return sum(each.numel for each in self.shape.parameters if each.is_trained)
-
     def _optimizer(self) -> float:
         ordered = self.plan.training.reduction is GradientReduction.ORDERED
-        return self._trained() / (1 if ordered else self.plan.parallelism.world_size) * ADAMW_BYTES / self.memory
+        return self.shape.num_trained / (1 if ordered else self.plan.parallelism.world_size) * ADAMW_BYTES / self.memory
 
     def _link(self) -> float:
         """Bytes per second that a rank sends."""
@@ -311,11 +308,11 @@ class _Pacer:
             if each.is_trained and ordered:
                 continue
             is_packed = packed is not None and each.kind in LINEAR and not each.is_trained
-            size = packed.bits / 8 if packed is not None and is_packed else DTYPE_BYTES[width or each.dtype]
+            size = packed.bits / 8 if packed is not None and is_packed else VALUE_BYTES[width or each.dtype]
             gathered += each.numel * size
         fsdp = plan.parallelism.fsdp
         gathers = 1 if fsdp.version == 2 and fsdp.reshard_after_forward is False else 2
-        reduced = self._trained() * DTYPE_BYTES[self.elements.reduce or "float32"]
+        reduced = self.shape.num_trained * VALUE_BYTES[self.elements.reduce or "float32"]
         if ordered:
             reduced *= world_size
         elif not plan.method.trains_adapter:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from finetune_job.api.parallelism import AutoWrapPolicy
-from finetune_job.plan.element_types import DTYPE_BYTES, Elements
+from finetune_job.plan.element_types import VALUE_BYTES, Elements
 from finetune_job.plan.run_plan import FsdpPlan
 from finetune_job.sharding import (
     DEFAULT_MIN_NUM_PARAMS,
@@ -46,7 +46,7 @@ class Unit:
     def gathered_bytes(self, param_dtype: str | None) -> int:
         """All of it, in the element type of the computation; packed values are never cast."""
         return sum(
-            each.numel * DTYPE_BYTES[each.dtype if param_dtype is None or each.dtype in INTEGERS else param_dtype]
+            each.numel * VALUE_BYTES[each.dtype if param_dtype is None or each.dtype in INTEGERS else param_dtype]
             for each in self.parameters
         )
 
@@ -142,7 +142,7 @@ def _rows(unit: Unit, world_size: int, rank: int) -> Shards:
 
 
 def _flat(unit: Unit, fsdp: FsdpPlan, world_size: int, rank: int, param_dtype: str | None) -> Shards:
-    width = DTYPE_BYTES[unit.parameters[0].dtype]
+    width = VALUE_BYTES[unit.parameters[0].dtype]
     total, places = _flat_layout(unit, fsdp, world_size, param_dtype)
     shard = -(-total // world_size)
     size = shard * width
@@ -170,7 +170,7 @@ def _flat_layout(unit: Unit, fsdp: FsdpPlan, world_size: int, param_dtype: str |
             places.append(total)
             total += each.numel
         return total, places
-    aligned = ALIGNMENT_BYTES // DTYPE_BYTES[param_dtype or unit.parameters[0].dtype]
+    aligned = ALIGNMENT_BYTES // VALUE_BYTES[param_dtype or unit.parameters[0].dtype]
     total, places = 0, []
     for each in unit.parameters:
         total += -total % aligned
@@ -206,7 +206,7 @@ def reduced_bytes(units: Sequence[Unit], elements: Elements) -> int:
         whole = copied = 0
         for each in unit.parameters:
             if each.is_trained:
-                whole += each.numel * DTYPE_BYTES[elements.param or each.dtype]
-                copied += each.numel * DTYPE_BYTES[elements.reduce or elements.param or each.dtype]
+                whole += each.numel * VALUE_BYTES[elements.param or each.dtype]
+                copied += each.numel * VALUE_BYTES[elements.reduce or elements.param or each.dtype]
         found = max(found, whole + copied)
     return found

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from finetune_job.http_server import Answer
+from finetune_job.http_server import Answer, error_answer
 from finetune_operator.cluster.access import load_configuration
 from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
 from finetune_operator.cluster.api import Api
@@ -55,16 +55,16 @@ class MetricsGate:
         scheme, _, token = authorization.partition(" ")
         token = token.strip()
         if scheme.lower() != "bearer" or not token:
-            return _answer(HTTPStatus.UNAUTHORIZED, "send the token of a ServiceAccount: Authorization: Bearer TOKEN")
+            return error_answer(HTTPStatus.UNAUTHORIZED, "send the token of a ServiceAccount: Authorization: Bearer TOKEN")
         try:
             verdict = await self._verdict(token)
         except (ApiError, ApiUnreachableError) as error:
             _log.warning("a reader of the metrics could not be checked", error=str(error))
-            return _answer(HTTPStatus.SERVICE_UNAVAILABLE, "the API server could not be asked who you are; see the log")
+            return error_answer(HTTPStatus.SERVICE_UNAVAILABLE, "the API server could not be asked who you are; see the log")
         if verdict is HTTPStatus.UNAUTHORIZED:
-            return _answer(verdict, "the API server does not know this token")
+            return error_answer(verdict, "the API server does not know this token")
         if verdict is HTTPStatus.FORBIDDEN:
-            return _answer(verdict, f"no ClusterRole of yours has `get` on the nonResourceURL {PATH}")
+            return error_answer(verdict, f"no ClusterRole of yours has `get` on the nonResourceURL {PATH}")
         return None
 
     async def close(self) -> None:
@@ -140,7 +140,3 @@ async def _connect() -> Api:
 
 def _review(group: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": f"{group}.k8s.io/v1", "kind": kind, "spec": spec}
-
-
-def _answer(status: HTTPStatus, why: str) -> Answer:
-    return Answer(f"{status.phrase}: {why}\n".encode(), status=status)

@@ -24,7 +24,7 @@ from finetune_operator.cluster.api import PAGE_SIZE
 from finetune_operator.cluster.kinds import WRITTEN_BY_USERS, Kind
 from finetune_operator.cluster.projection import CachedObject
 from finetune_operator.cluster.relist import scopes
-from finetune_operator.cluster.stream_watch import ReadObject, WatchSink
+from finetune_operator.cluster.stream_watch import ReadObject, WatchSink, seconds_since
 from finetune_operator.logs import logger
 
 
@@ -121,8 +121,7 @@ class Watches:
 
     def ages(self) -> dict[str, float]:
         """Seconds since an event of each kind came."""
-        now = time.monotonic()
-        return {name: now - heard for name, heard in list(self._heard.items())}
+        return seconds_since(self._heard)
 
     def start(self) -> None:
         """Begin to watch."""

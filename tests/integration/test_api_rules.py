@@ -31,12 +31,22 @@ def test_spec_is_frozen_once_the_job_has_started(workload: Workload, operator: O
     workload.kube.patch("FineTuneJob", workload.namespace, "tune", change)
     operator()
     workload.wait_for_pods(Role.PREFLIGHT)
-    with pytest.raises(RefusedError, match=r"spec\.training cannot change after the job has started") as refusal:
+    frozen = r"frozen-after-start: spec\.training cannot change after the job has started"
+    with pytest.raises(RefusedError, match=frozen) as refusal:
         workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"training": {"globalBatchSize": 16}}})
     assert refusal.value.code == 422
     with pytest.raises(RefusedError, match=r"spec\.profile cannot change"):
         workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"profile": "other"}})
     workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"run": {"maxRestarts": 7}}})
+
+
+def test_a_cancelled_job_cannot_be_revived(workload: Workload) -> None:
+    workload.apply(run={"cancel": True})
+    with pytest.raises(RefusedError, match=r"cancel-is-final: a cancelled job cannot be revived; create a new job") as refusal:
+        workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"run": {"cancel": False}}})
+    assert refusal.value.code == 422
+    workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"run": {"retry": 1}}})
+    assert workload.job()["spec"]["run"]["cancel"] is True
 
 
 def test_settings_without_a_schema_are_frozen_too(workload: Workload, operator: OperatorFactory) -> None:

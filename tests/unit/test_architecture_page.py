@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 from tests.unit import layers_page
@@ -46,6 +47,14 @@ def test_each_question_is_answered_by_a_module() -> None:
 
 def test_the_picture_of_the_layers_is_that_of_the_contracts() -> None:
     assert (ROOT / "docs" / "layers.md").read_text() == layers_page.page(), "run `make generate`"
+
+
+def test_every_package_has_a_law_for_each_of_its_modules() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    laws = [contract for contract in contracts if contract["type"] == "layers" and contract.get("exhaustive")]
+    packages = [path.parent.name for folder in ("operator", "trainer_image") for path in (ROOT / folder).glob("*/__init__.py")]
+    assert len(packages) == 5
+    assert sorted(container for law in laws for container in law["containers"]) == sorted(packages)
 
 
 def test_every_threat_names_tests_that_exist() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from finetune_job.failures import TerminationReport
-from finetune_job.names import CREDENTIALS_MOUNT, OBSERVE_PORT, RENDEZVOUS_PORT, Role
+from finetune_job.names import CREDENTIALS_MOUNT, OBSERVE_PORT, RENDEZVOUS_PORT, TERMINATION_LOG, Role
 from finetune_trainer.context import RunContext, add_run_arguments, add_until_step, run_context
 from finetune_trainer.processes.child import fork
 from finetune_trainer.processes.start import (
@@ -34,8 +34,6 @@ from finetune_trainer.processes.start import (
 )
 from finetune_trainer.termination import run_role
 
-TERMINATION_LOG = "/dev/termination-log"
-"""Where Kubernetes looks for a termination message by default."""
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 """Of a role's lines, from which `finetune run` tells what a role is doing and waiting for."""
 

@@ -81,6 +81,29 @@ class ClusterFacts:
     """None: nobody asked for the probe."""
 
 
+class CheckId(StrEnum):
+    """What is checked."""
+
+    KUBERNETES_VERSION = "kubernetes-version"
+    """The API server is of a version that the chart supports."""
+    DEFINITIONS = "definitions"
+    """The API server serves FineTuneJobs and FineTuneProfiles in the version that these programs use."""
+    OPERATOR = "operator"
+    """A pod of the operator is ready."""
+    PROFILE = "profile"
+    """The FineTuneProfile exists, and jobs in the namespace may use it."""
+    PERMISSION = "permission"
+    """You may create FineTuneJobs in the namespace."""
+    STORAGE_CLASS = "storage-class"
+    """Workspace claims get a storage class: the one that the profile names, or the cluster's default."""
+    NETWORK_POLICIES = "network-policies"
+    """The cluster's network enforces NetworkPolicies in both directions, and no more than them; only with `--probe`."""
+    NODE_ISOLATION = "node-isolation"
+    """A pod does not reach the kubelet of the node it runs on; only with `--probe`."""
+    DNS = "dns"
+    """Pods resolve names under the policies of a run; only with `--probe`."""
+
+
 class CheckOutcome(StrEnum):
     """Of a check."""
 
@@ -93,7 +116,7 @@ class CheckOutcome(StrEnum):
 class Check:
     """One precondition."""
 
-    id: str
+    id: CheckId
     outcome: CheckOutcome
     message: str
     fix: str = ""
@@ -120,16 +143,16 @@ def exit_code(checks: Sequence[Check]) -> ExitCode:
     return ExitCode.FAILED if CheckOutcome.UNKNOWN in outcomes else ExitCode.DONE
 
 
-def _unknown(name: str, found: UnknownFact, fix: str = "") -> Check:
+def _unknown(name: CheckId, found: UnknownFact, fix: str = "") -> Check:
     return Check(name, CheckOutcome.UNKNOWN, found.reason, fix)
 
 
-def _judged(name: str, passed: bool, right: str, wrong: str, fix: str) -> Check:
+def _judged(name: CheckId, passed: bool, right: str, wrong: str, fix: str) -> Check:
     return Check(name, CheckOutcome.PASSED, right) if passed else Check(name, CheckOutcome.FAILED, wrong, fix)
 
 
 def _version(found: str | UnknownFact) -> Check:
-    name = "kubernetes-version"
+    name = CheckId.KUBERNETES_VERSION
     if isinstance(found, UnknownFact):
         return _unknown(name, found)
     parts = re.match(r"v?(\d+)\.(\d+)", found)
@@ -146,7 +169,7 @@ def _version(found: str | UnknownFact) -> Check:
 
 
 def _definitions(found: Sequence[str] | UnknownFact) -> Check:
-    name = "definitions"
+    name = CheckId.DEFINITIONS
     if isinstance(found, UnknownFact):
         return _unknown(name, found)
     missing = [one for one in _DEFINITIONS if one not in found]
@@ -160,7 +183,7 @@ def _definitions(found: Sequence[str] | UnknownFact) -> Check:
 
 
 def _operator(found: Sequence[OperatorDeployment] | UnknownFact) -> Check:
-    name = "operator"
+    name = CheckId.OPERATOR
     if isinstance(found, UnknownFact):
         return _unknown(name, found, "ask somebody who may list Deployments of all namespaces")
     names = ", ".join(f"{one.namespace}/{one.name}" for one in found)
@@ -179,7 +202,7 @@ def _profile(
     found: FineTuneProfileSpec | UnknownFact | None,
     labels: Mapping[str, str] | UnknownFact | None,
 ) -> Check:
-    name = "profile"
+    name = CheckId.PROFILE
     if isinstance(found, UnknownFact):
         return _unknown(name, found, "ask for a role with `get` on the FineTuneProfile: the chart makes one for each profile")
     if found is None:
@@ -211,7 +234,7 @@ def _profile(
 
 
 def _permission(namespace: str, found: bool | UnknownFact) -> Check:
-    name = "permission"
+    name = CheckId.PERMISSION
     if isinstance(found, UnknownFact):
         return _unknown(name, found)
     return _judged(
@@ -224,7 +247,7 @@ def _permission(namespace: str, found: bool | UnknownFact) -> Check:
 
 
 def _storage(profile: FineTuneProfileSpec | UnknownFact | None, found: Sequence[StorageClass] | UnknownFact) -> Check:
-    name = "storage-class"
+    name = CheckId.STORAGE_CLASS
     if isinstance(found, UnknownFact):
         return _unknown(name, found)
     wanted = profile.storage_class_name if isinstance(profile, FineTuneProfileSpec) else None
@@ -248,7 +271,7 @@ def _storage(profile: FineTuneProfileSpec | UnknownFact | None, found: Sequence[
 
 
 def _network(found: NetworkProbe | UnknownFact | None) -> Iterator[Check]:
-    name = "network-policies"
+    name = CheckId.NETWORK_POLICIES
     if found is None:
         return
     if isinstance(found, UnknownFact):
@@ -279,7 +302,7 @@ def _network(found: NetworkProbe | UnknownFact | None) -> Iterator[Check]:
             "look for further policies of the namespace or of the cluster, and at the log of the network plugin",
         )
         yield _judged(
-            "node-isolation",
+            CheckId.NODE_ISOLATION,
             found.node_denied,
             "pods do not reach the node they run on",
             "a pod reaches the kubelet of the node it runs on, although its policy does not allow it",
@@ -289,7 +312,7 @@ def _network(found: NetworkProbe | UnknownFact | None) -> Iterator[Check]:
 
 
 def _dns(found: NetworkProbe) -> Check:
-    name = "dns"
+    name = CheckId.DNS
     if not found.resolved_before:
         return Check(
             name,

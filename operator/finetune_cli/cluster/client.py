@@ -27,8 +27,6 @@ _MOST_SAID = 2000
 """Characters of what a server says of a refusal: those of a policy begin with its name and that of its binding."""
 _MOST_LINE_BYTES = 1 << 20
 """Of a line of a log; the rest of a longer one comes as further lines."""
-MERGE_PATCH = "application/merge-patch+json"
-"""Content type of a patch: a null removes a field (RFC 7396)."""
 
 
 class RequestError(Exception):

@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune_job.api.job import RunSpec
 from finetune_job.api.profile import FineTuneProfileSpec
-from finetune_job.names import Role
+from finetune_job.names import TERMINATION_LOG, Role
 from finetune_job.plan.resolve import placement_of
 from finetune_operator.children.network_policies import dns_rule
 from finetune_operator.children.placement import apply_placement
@@ -62,7 +62,6 @@ while True:
 with open(report, "w") as file:
     json.dump(seen, file)
 """
-REPORT = "/dev/termination-log"
 
 
 def probe_name(suffix: str, part: str) -> str:
@@ -81,7 +80,7 @@ def asker(suffix: str, profile: FineTuneProfileSpec, seconds: int, address: str)
     targets = [*(f"{address} {port}" for port in (BOTH, INGRESS_DENIED, EGRESS_DENIED)), f"$(NODE) {_KUBELET_PORT}"]
 
     def arguments(wanted: str) -> list[str]:
-        return ["-c", ASK, REPORT, str(SETTLE_SECONDS), _NAME, wanted, *targets]
+        return ["-c", ASK, TERMINATION_LOG, str(SETTLE_SECONDS), _NAME, wanted, *targets]
 
     # Whether a node may be reached at all is not ours to say.
     containers = {BEFORE: arguments("[true, true, true, null, true]"), UNDER: arguments("[true, false, false, false, true]")}
@@ -125,7 +124,7 @@ def _pod(suffix: str, part: str, profile: FineTuneProfileSpec, seconds: int, arg
             "env": [{"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}}],
             "resources": {"requests": dict(amounts), "limits": dict(amounts)},
             "securityContext": container_security_context(),
-            "terminationMessagePath": REPORT,
+            "terminationMessagePath": TERMINATION_LOG,
         }
         for name, each in arguments.items()
     )

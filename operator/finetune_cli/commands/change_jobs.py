@@ -11,7 +11,6 @@ from urllib.parse import quote
 from pydantic import ValidationError
 
 from finetune_cli.checks.validate import DocumentVerdict, Report, validate_files
-from finetune_cli.cluster.client import MERGE_PATCH
 from finetune_cli.cluster.errors import ClusterError
 from finetune_cli.cluster.objects import Cluster, Unseen, collection, unless_refused
 from finetune_cli.documents import document_text, objects_of, read_documents
@@ -28,6 +27,7 @@ from finetune_job.names import (
     DEFAULT_PROFILE,
     JOB_KIND,
     JOB_PLURAL,
+    MERGE_PATCH,
     PROFILE_KIND,
     PROFILE_PLURAL,
     workspace_claim_name,

@@ -37,7 +37,7 @@ def doctor_document(facts: ClusterFacts, checks: list[Check]) -> dict[str, Any]:
         "namespace": facts.namespace,
         "profile": facts.profile_name,
         "healthy": exit_code(checks) == 0,
-        "checks": [{"id": one.id, "outcome": one.outcome.value, "message": one.message, "fix": one.fix} for one in checks],
+        "checks": [{"id": one.id.value, "outcome": one.outcome.value, "message": one.message, "fix": one.fix} for one in checks],
     }
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 
+from finetune_cli.checks.cluster import CheckId
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.render.explanations import Explained
-from finetune_job.api.documentation import Word, member_docs, words
+from finetune_job.api.documentation import Word, member_words, words
 from finetune_job.catalogue.book import ENTRIES, entry_by_id
 from finetune_job.fields import FieldFacts, all_fields
 from finetune_job.names import Role
@@ -16,19 +17,22 @@ from finetune_job.rules.cel.condition import TRANSITIONS
 
 MAX_SUGGESTIONS = 3
 """Most suggestions for an unknown word."""
+_CHECK = "check of finetune doctor"
 
 
 def explain(asked: str) -> list[Explained]:
     """Everything that the word stands for; empty if it stands for nothing.
 
     asked: the id of a finding, a failure class with or without the role that it is reported of (`train/NonFinite`), an exit code,
-    a condition, a reason, or a field by its path or its name alone; in any case, with `-`, `_` or blanks in ids.
+    a word of status (condition, reason, phase, outcome of an attempt), a check of `finetune doctor`, or a field by its path or
+    its name alone; in any case, with `-`, `_` or blanks in ids.
     """
     role, slash, rest = asked.strip().partition("/")
     word = rest if slash and role in set(Role) else asked.strip()
-    found = [*_findings(_as_id(word)), *(each for each in _words() if _same(each.text, word))]
-    # Reading the models takes a while, and no field has the name of another word.
-    return found or [*_fields(word)]
+    found = [*_findings(_as_id(word)), *(each for each in _words() if each.text.casefold() in (word.casefold(), _as_id(word)))]
+    # Reading the models takes a while, and of all words only checks have the names of fields.
+    may_be_field = all(isinstance(each, Word) and each.kind == _CHECK for each in found)
+    return [*found, *(_fields(word) if may_be_field else [])]
 
 
 def nearest(asked: str) -> list[str]:
@@ -51,8 +55,7 @@ def _findings(identifier: str) -> list[Explained]:
 
 
 def _words() -> tuple[Word, ...]:
-    meanings = member_docs(ExitCode)
-    return (*words(), *(Word(str(code.value), "exit code of finetune", meanings[str(code.value)]) for code in ExitCode))
+    return (*words(), *member_words("exit code of finetune", ExitCode), *member_words(_CHECK, CheckId))
 
 
 def _fields(asked: str) -> list[FieldFacts]:
@@ -73,7 +76,3 @@ def _path(asked: str) -> str:
 
 def _as_id(word: str) -> str:
     return word.strip().lower().replace("_", "-").replace(" ", "-")
-
-
-def _same(text: str, asked: str) -> bool:
-    return text.casefold() == asked.casefold()

@@ -17,6 +17,7 @@ from finetune_cli.jobs.pod_logs import LogRequest, chosen_pods, is_of_rank, rank
 from finetune_cli.jobs.seen import SeenJob, SeenPod
 from finetune_job.layout import WorkspaceLayout
 from finetune_job.names import Role
+from finetune_job.reasons import AttemptOutcome
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def _of_pods(cluster: Cluster, job: SeenJob, pods: list[SeenPod], request: LogRe
 def _of_workspace(cluster: Cluster, job: SeenJob, request: LogRequest, options: LogOptions) -> Iterator[str]:
     """Logs of training are kept on the workspace, those of the other stages go with their pods."""
     stage = request.stage or Role.TRAIN
-    attempts = [each.number for each in job.attempts_of(stage) if not request.failed or each.outcome == "Failed"]
+    attempts = [each.number for each in job.attempts_of(stage) if not request.failed or each.outcome is AttemptOutcome.FAILED]
     if not attempts:
         raise ClusterError(
             f"{job.title}: there is no {'failed ' if request.failed else ''}attempt of {stage} whose log could be read"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,12 +14,11 @@ from finetune_cli.cluster.reader_pod import read_workspace
 from finetune_cli.jobs import documents
 from finetune_cli.jobs.seen import SeenJob
 from finetune_cli.render.columns import figure, table
-from finetune_job.layout import WorkspaceLayout
+from finetune_job.layout import WorkspaceLayout, checkpoint_step
 
 _LAYOUT = WorkspaceLayout(Path())
 HISTORY, CHECKPOINTS = str(_LAYOUT.history), str(_LAYOUT.checkpoints)
 _MOST_BYTES = 1 << 63
-_STEP = re.compile(rf"{CHECKPOINTS}/step-(\d{{10}})")
 
 
 @dataclass(frozen=True)
@@ -62,10 +60,11 @@ def stored_run(printed: list[Mapping[str, Any]]) -> StoredRun:
     is_cut = False
     for each in printed:
         is_cut = is_cut or each.get("cut") is True
-        step = _STEP.fullmatch(str(each.get("file", "")))
+        folder, _, name = str(each.get("file", "")).rpartition("/")
+        step = checkpoint_step(name) if folder == CHECKPOINTS else None
         if step is not None and each.get("directory") is True:
             size = documents.number(each, "bytes") or 0
-            sizes[int(step[1])] = (each.get("complete") is True, size if 0 <= size < _MOST_BYTES else 0)
+            sizes[step] = (each.get("complete") is True, size if 0 <= size < _MOST_BYTES else 0)
         elif each.get("file") == HISTORY and isinstance(each.get("line"), str):
             point = _point(each["line"])
             if point is not None:

@@ -17,7 +17,7 @@ from finetune_cli.corrections.sizes import likely_sizes
 from finetune_cli.corrections.wrong_field import LONGEST_WORD, Proposal, WrongField, model_at, nearest, path_text
 from finetune_job.api.base import DESTINATION_PATTERN, SOURCE_PATTERN
 from finetune_job.rules.outputs.settings import WRITE_TOKEN_SECRET
-from finetune_job.rules.rule import format_value
+from finetune_job.rules.rule import yaml_text
 from finetune_job.rules.sources import NO_COMMIT
 
 
@@ -30,20 +30,12 @@ def proposals(wrong: WrongField) -> Iterator[Proposal]:
     yield from _otherwise(wrong)
 
 
-_NEEDS_QUOTES = re.compile(r"[-+.]?[0-9][-+.0-9_eE]*|true|false|yes|no|on|off|null|~|", re.IGNORECASE)
-
-
 def _none(_wrong: WrongField) -> Iterator[Proposal]:
     return iter(())
 
 
-def _written(value: Any) -> str:
-    """As it stands behind a colon in YAML."""
-    return json.dumps(value) if isinstance(value, str) and _NEEDS_QUOTES.fullmatch(value) else format_value(value)
-
-
 def _set(wrong: WrongField, value: Any, *, is_certain: bool = False, note: str = "", message: str = "") -> Proposal:
-    fix = f"write {_written(value)}" + (f", and {note}" if note else "")
+    fix = f"write {yaml_text(value)}" + (f", and {note}" if note else "")
     return Proposal(fix, wrong.place, value, is_certain=is_certain, message=message)
 
 
@@ -63,7 +55,7 @@ def _nested(value: Any) -> str:
     return (
         "{" + ", ".join(f"{key}: {_nested(item)}" for key, item in value.items()) + "}"
         if isinstance(value, dict)
-        else _written(value)
+        else yaml_text(value)
     )
 
 
@@ -98,7 +90,7 @@ def _text(wrong: WrongField) -> Iterator[Proposal]:
         text = json.dumps(wrong.value)
         yield Proposal(f'put the value in quotes: "{text}"', wrong.place, text, is_certain=True)
     elif isinstance(wrong.value, list) and len(wrong.value) == 1 and isinstance(wrong.value[0], str):
-        yield Proposal(f"write {_written(wrong.value[0])}, not a list", wrong.place, wrong.value[0], is_certain=True)
+        yield Proposal(f"write {yaml_text(wrong.value[0])}, not a list", wrong.place, wrong.value[0], is_certain=True)
 
 
 def _list(wrong: WrongField) -> Iterator[Proposal]:

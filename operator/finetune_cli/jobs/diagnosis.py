@@ -18,7 +18,7 @@ from finetune_job.api.status import Attempt, Condition
 from finetune_job.conditions import find_condition
 from finetune_job.failures import FailureClass
 from finetune_job.names import Role
-from finetune_job.reasons import ConditionType, Reason
+from finetune_job.reasons import AttemptOutcome, ConditionType, Reason
 from finetune_operator.decide.restart_policy import POLICY, Retry
 
 SILENT_SECONDS = 900
@@ -198,7 +198,7 @@ def _waiting_advice(job: SeenJob, stage: Condition) -> Iterable[str]:
 
 def last_failure(job: SeenJob) -> Attempt | None:
     """The attempt that failed last."""
-    return next((each for each in reversed(job.status.attempts) if each.outcome == "Failed"), None)
+    return next((each for each in reversed(job.status.attempts) if each.outcome is AttemptOutcome.FAILED), None)
 
 
 def _attempt_evidence(attempt: Attempt) -> Iterable[str]:

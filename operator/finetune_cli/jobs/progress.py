@@ -10,7 +10,7 @@ from finetune_cli.jobs.seen import NOT_SEEN, SeenJob
 from finetune_job.api.status import Attempt, Condition
 from finetune_job.conditions import find_condition
 from finetune_job.names import Role
-from finetune_job.reasons import STAGES, ConditionType, Reason
+from finetune_job.reasons import STAGES, ConditionType, Phase, Reason
 
 STAGE_NAMES = {
     ConditionType.VALIDATED: "validate",
@@ -21,7 +21,15 @@ STAGE_NAMES = {
     ConditionType.PUBLISHED: "publish",
 }
 """Stages in their order; each but the first is a `Role`."""
-_UNDER_WAY = ("Fetching", "Preflight", "Training", "Merging", "Publishing", "Finishing", NOT_SEEN)
+_UNDER_WAY = (
+    Phase.FETCHING,
+    Phase.PREFLIGHT,
+    Phase.TRAINING,
+    Phase.MERGING,
+    Phase.PUBLISHING,
+    Phase.FINISHING,
+    NOT_SEEN,
+)
 """Phases that say no more than the stage."""
 _NOT_BEGUN = (Reason.PENDING, Reason.NOT_OBSERVED)
 

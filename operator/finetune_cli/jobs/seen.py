@@ -12,13 +12,13 @@ from pydantic import ValidationError
 from finetune_cli.jobs import documents
 from finetune_job.api.status import Attempt, FineTuneJobStatus
 from finetune_job.conditions import job_phase
-from finetune_job.names import DEFAULT_PROFILE, LABEL_ATTEMPT, LABEL_ROLE, LABEL_TEAM, Role, batch_job_name
+from finetune_job.names import DEFAULT_PROFILE, INDEX_LABEL, LABEL_ATTEMPT, LABEL_ROLE, LABEL_TEAM, Role, batch_job_name
+from finetune_job.reasons import Phase
 from finetune_job.stored_status import read_status
 
-ENDED_PHASES = ("Succeeded", "Failed", "Cancelled")
-NOT_SEEN = "Pending"
+ENDED_PHASES = (Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED)
+NOT_SEEN = Phase.PENDING
 """Phase of a job that no operator has looked at yet."""
-INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class SeenJob:
     @property
     def phase(self) -> str:
         """One word for where it is."""
-        return job_phase(self.status.conditions) if self.status.conditions else NOT_SEEN
+        return str(job_phase(self.status.conditions) if self.status.conditions else NOT_SEEN)
 
     @property
     def has_ended(self) -> bool:

@@ -6,17 +6,16 @@ import http.client
 import json
 from pathlib import Path
 
+from finetune_job.layout import WorkspaceLayout
 from finetune_job.progress import Progress
 
-OBSERVE_FILE = "observe.json"
-"""In the job's directory on the workspace: the port on which rank 0 answers."""
 ANSWER_SECONDS = 2.0
 
 
 def read_progress(workspace: Path, attempt: int) -> Progress | None:
     """The latest progress of this attempt; None while nobody answers."""
     try:
-        address = json.loads((workspace / OBSERVE_FILE).read_bytes())
+        address = json.loads(WorkspaceLayout(workspace).rank_zero.read_bytes())
         if address.get("attempt") != attempt:
             return None
         connection = http.client.HTTPConnection("127.0.0.1", int(address["port"]), timeout=ANSWER_SECONDS)

@@ -84,7 +84,14 @@ def _document(each: Explained) -> dict[str, Any]:
                 "test": each.reproduction or None,
             }
         case Transition():
-            return {"kind": "refused change", "id": each.rule, "title": each.title, "gates": ["API server"], "fix": each.fix}
+            return {
+                "kind": "refused change",
+                "id": each.rule,
+                "title": each.title,
+                "gates": ["API server"],
+                "fix": each.fix,
+                "test": each.reproduction,
+            }
         case FieldFacts():
             return {
                 "kind": "field",
@@ -177,7 +184,7 @@ def rule_text(rule: Rule) -> str:
             labelled("rerun", f"make environment && .venv/bin/pytest {rule.reproduction.test}"),
         ]
     else:
-        lines.append(labelled("shown", "read in the sources; there is no reproduction"))
+        lines.append(labelled("shown", f"there is no reproduction: {rule.not_reproduced}"))
     lines.append(labelled("source", "; ".join(rule.sources)))
     short = "; ".join(dict.fromkeys(condition.says for condition in conditions_of(rule)))
     made = "a finding names it for its manifest, and " + (
@@ -202,6 +209,7 @@ def transition_text(transition: Transition) -> str:
             labelled("effect", "refuses the change"),
             labelled("gates", "API server"),
             labelled("fix", transition.fix),
+            labelled("test", transition.reproduction),
             "",
         ]
     )

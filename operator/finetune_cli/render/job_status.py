@@ -18,7 +18,7 @@ from finetune_cli.render.jobs import summary
 from finetune_cli.render.verdicts import labelled
 from finetune_job.api.status import Attempt
 from finetune_job.names import Role
-from finetune_job.reasons import ConditionType
+from finetune_job.reasons import AttemptOutcome, ConditionType
 from finetune_operator.decide.restart_policy import POLICY, Retry
 
 _MOST = 500
@@ -39,8 +39,8 @@ def status_text(job: SeenJob, diagnosis: Diagnosis, now: datetime, losses: Seque
     ]
     if stages:
         text += "\n" + table(("STAGE", "STATE", "BEGAN", "TOOK", "ATTEMPTS"), stages, "  ")
-    tried = [each for each in job.status.attempts if each.role is Role.TRAIN or each.outcome == "Failed"]
-    if len(tried) > 1 or any(each.outcome == "Failed" for each in tried):
+    tried = [each for each in job.status.attempts if each.role is Role.TRAIN or each.outcome is AttemptOutcome.FAILED]
+    if len(tried) > 1 or any(each.outcome is AttemptOutcome.FAILED for each in tried):
         rows = [_attempt_row(each, now) for each in tried]
         text += "\n" + table(("ATTEMPT", "OUTCOME", "BEGAN", "TOOK", "FAILURE", ""), rows, "  ")
     if job.status.artifacts:

@@ -1,7 +1,7 @@
 """What fields, members of enumerations and printed words mean: the strings below them in the source.
 
 Read when somebody asks, because pydantic would read the source of every model at every start of a program. Words are
-failure classes, exit codes of containers, condition types and reasons.
+failure classes, exit codes of containers, and the words of status.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cache
 from pydantic import BaseModel
 
 from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass
-from finetune_job.reasons import ConditionType, Reason
+from finetune_job.reasons import AttemptOutcome, ConditionType, Phase, Reason
 
 
 @cache
@@ -84,14 +84,17 @@ def words() -> tuple[Word, ...]:
     return (
         *(Word(one, "failure class", member_docs(FailureClass)[one], one) for one in FailureClass),
         *(_exit_code(code, failure) for code, failure in sorted(CLASS_OF_EXIT_CODE.items())),
-        *_members("condition", ConditionType),
-        *_members("reason of a condition or an event", Reason),
+        *member_words("condition", ConditionType),
+        *member_words("reason of a condition or an event", Reason),
+        *member_words("phase of a job", Phase),
+        *member_words("outcome of an attempt", AttemptOutcome),
     )
 
 
-def _members(kind: str, words: type[ConditionType | Reason]) -> list[Word]:
+def member_words(kind: str, words: type[Enum]) -> list[Word]:
+    """The members of an enumeration, each of which has a string below it."""
     meanings = member_docs(words)
-    return [Word(member.value, kind, meanings[member.value]) for member in words]
+    return [Word(str(member.value), kind, meanings[str(member.value)]) for member in words]
 
 
 def _exit_code(code: int, failure: FailureClass) -> Word:

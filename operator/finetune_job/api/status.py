@@ -8,7 +8,7 @@ from finetune_job.api.base import ApiModel
 from finetune_job.failures import FailureClass
 from finetune_job.finding import Finding
 from finetune_job.names import Role
-from finetune_job.reasons import ConditionType
+from finetune_job.reasons import AttemptOutcome, ConditionType
 
 Text = Annotated[str, StringConstraints(max_length=4096)]
 Timestamp = Annotated[str, StringConstraints(max_length=32)]
@@ -110,7 +110,7 @@ class Attempt(StatusModel):
     """Pods of an elastic gang; unset for others, which always have `parallelism.nodes`."""
     ranks: int | None = None
     """World size of an elastic gang."""
-    outcome: Literal["Running", "Succeeded", "Failed", "Suspended", "Resized"] = "Running"
+    outcome: AttemptOutcome = AttemptOutcome.RUNNING
     failure: FailureClass | None = None
     counted: bool = False
     """Whether its failure consumed one of `run.maxRestarts`."""

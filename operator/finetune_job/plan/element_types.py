@@ -19,7 +19,7 @@ from finetune_job.api.method import MethodType
 from finetune_job.api.training import GradientReduction, Precision
 from finetune_job.plan.run_plan import RunPlan
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
+VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
 """Bytes of a value, by torch's names."""
 
 
@@ -42,12 +42,12 @@ class Elements:
     @property
     def stream(self) -> int:
         """Bytes of a value that layers hand on."""
-        return DTYPE_BYTES[(self.param or self.load) if self.casts_parameters else self.load]
+        return VALUE_BYTES[(self.param or self.load) if self.casts_parameters else self.load]
 
     @property
     def product(self) -> int:
         """Bytes of a value of a matrix product."""
-        return DTYPE_BYTES[self.computed]
+        return VALUE_BYTES[self.computed]
 
     @property
     def computed(self) -> str:
@@ -56,13 +56,13 @@ class Elements:
 
     def adapter(self, held: str) -> int:
         """Bytes of a value that an adapter computes with."""
-        return DTYPE_BYTES[self.param or held]
+        return VALUE_BYTES[self.param or held]
 
     def adapter_copies_input(self, held: str) -> bool:
         """Whether each adapter casts its input, and keeps a copy of its own: PEFT casts to the adapter's element type first."""
         if self.casts_parameters and self.param:
             return False
-        return DTYPE_BYTES[held] != self.stream or (self.param is not None and DTYPE_BYTES[held] != self.product)
+        return VALUE_BYTES[held] != self.stream or (self.param is not None and VALUE_BYTES[held] != self.product)
 
     @property
     def layers_copy_input(self) -> bool:

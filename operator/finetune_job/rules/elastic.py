@@ -20,6 +20,7 @@ _ELASTIC, _MIN_NODES, _NODES, _REDUCTION = (
     reads=(_ELASTIC, _REDUCTION, *ORDER_DEPENDS_ON),
     sources=("dropout is seeded by rank, and a sum in floating point depends on its order",),
     holds_for=OURS,
+    not_reproduced="no library fails: the result would depend on how many nodes were free, and no error says so",
 )
 def elastic_needs_ordered_reduction(context: RuleContext) -> Problem | None:
     if context.spec.parallelism.elastic is None or context.spec.training.reduction is GradientReduction.ORDERED:
@@ -42,6 +43,7 @@ def elastic_needs_ordered_reduction(context: RuleContext) -> Problem | None:
     reads=(_MIN_NODES, _NODES),
     sources=("the ranks on parallelism.nodes are the parts of a global batch, and no gang has more ranks than parts",),
     holds_for=OURS,
+    not_reproduced="no library reads the field: the bounds of a gang are this product's own",
 )
 def elastic_min_nodes_above_nodes(context: RuleContext) -> Problem | None:
     ranks = context.spec.parallelism

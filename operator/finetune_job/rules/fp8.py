@@ -22,6 +22,7 @@ _COMPILE, _PRECISION, _METHOD, _QUANTIZATION = "training.compile", "training.pre
     ),
     holds_for=OURS,
     in_preflight="a model without frozen linear layers of such sides, or one that is computed in float32",
+    not_reproduced="products in FP8 need a GPU that has them, and the tests run on CPUs",
 )
 def fp8_not_possible(context: RuleContext) -> Problem | None:
     if not context.spec.training.fp8:
@@ -59,6 +60,7 @@ def against_fp8(context: RuleContext) -> Iterator[str]:
     ),
     holds_for=OURS,
     severity="warning",
+    not_reproduced="time is lost only on a GPU that has FP8, and the tests run on CPUs",
 )
 def fp8_without_compile(context: RuleContext) -> Problem | None:
     training = context.spec.training

@@ -104,6 +104,7 @@ def global_batch_not_divisible(context: RuleContext) -> Problem | None:
     reads=("parallelism.nodes", _ACCESS),
     sources=("Kubernetes: a ReadWriteOnce volume is mounted by one node at a time",),
     holds_for="every version",
+    not_reproduced="the failure needs two nodes and a volume that only one of them can mount, and the tests have one node",
 )
 def nodes_need_read_write_many(context: RuleContext) -> Problem | None:
     template, nodes = context.spec.workspace.volume_claim_template, context.spec.parallelism.nodes
@@ -146,6 +147,7 @@ def offload_without_gpu(context: RuleContext) -> Problem | None:
     reads=(_REDUCTION, *ORDER_DEPENDS_ON, _ELASTIC),
     sources=("every rank keeps all that is trained, and a gradient of it for each virtual rank",),
     holds_for=OURS,
+    not_reproduced="no library fails: adding up in order is this trainer's own",
 )
 def ordered_reduction_not_possible(context: RuleContext) -> Problem | None:
     if context.spec.training.reduction is not GradientReduction.ORDERED:
@@ -194,6 +196,7 @@ def against_order(context: RuleContext) -> Iterator[str]:
     sources=("this product's FineTuneProfile",),
     holds_for=OURS,
     in_preflight="a rehearsal that could not be done to its end",
+    not_reproduced="no library fails: what the profile allows is up to administrators",
 )
 def rehearsal_required(context: RuleContext) -> Problem | None:
     profile = context.profile
@@ -214,6 +217,7 @@ def rehearsal_required(context: RuleContext) -> Problem | None:
     reads=(_NODES, _PROCESSES, "workspace.volumeClaimTemplate.storage", "run.activeDeadlineSeconds", "run.maxRestarts"),
     sources=("this product's FineTuneProfile",),
     holds_for=OURS,
+    not_reproduced="no library fails: what the profile allows is up to administrators",
 )
 def profile_limit_exceeded(context: RuleContext) -> Problem | None:
     """The first limit that is exceeded."""

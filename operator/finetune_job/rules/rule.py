@@ -6,6 +6,7 @@ A check returns a `Problem`; the rule makes it a `Finding`, whose changes `with_
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.api.method import LoraSpec
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.finding import FieldChange, Finding, Severity
 from finetune_job.method_settings import WrongSetting, peft_fields
@@ -30,8 +32,8 @@ AppliesTo = Literal["ours", "accelerate", "Trainer"]
 OURS = "this trainer, every version"
 """`holds_for` of rules that follow from how this product works and not from a library."""
 _BOOK = __name__.rpartition(".")[0]
-_NEEDS_QUOTES = re.compile(r"[-+.]?[0-9].*|true|false|yes|no|on|off|null|~|", re.IGNORECASE)
-"""Words that YAML reads as something else where they have no quotes, and some more."""
+_NEEDS_QUOTES = re.compile(r"[-+]?\.?[0-9][-+.:0-9a-fox_]*|[-+]?\.(?:inf|nan)|true|false|yes|no|on|off|null|~|", re.IGNORECASE)
+"""Texts that YAML reads as something else where they have no quotes, such as numbers, times and hexadecimals; and some more."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class RuleContext:
     def plan(self) -> RunPlan:
         """The plan that this manifest would get, made once for all rules."""
         return resolve(_UNKNOWN_JOB, self.spec, self.profile)
+
+    @property
+    def lora(self) -> LoraSpec:
+        """`method.lora`, or its defaults."""
+        return self.spec.method.lora or LoraSpec()
 
     @cached_property
     def wrong_settings(self) -> list[WrongSetting]:
@@ -82,6 +89,8 @@ class Rule:
     topic: str
     """The module or package of the book that holds it: `wrapping`, `quantization` and so on."""
     reproduction: Reproduction | None = None
+    not_reproduced: str = ""
+    """Why no test shows it on the real libraries; exactly one of the two is set."""
     applies_to: AppliesTo = "ours"
     needs_human: bool = False
     """Whether only a person can weigh the fix, which gives up something that works: it is told, and no program makes it."""
@@ -146,6 +155,7 @@ def rule(
     sources: tuple[str, ...],
     holds_for: str,
     reproduction: Reproduction | None = None,
+    not_reproduced: str = "",
     applies_to: AppliesTo = "ours",
     needs_human: bool = False,
     in_preflight: str = "",
@@ -171,6 +181,7 @@ def rule(
             check=find,
             topic=(module or check.__module__).removeprefix(f"{_BOOK}.").partition(".")[0],
             reproduction=reproduction,
+            not_reproduced=not_reproduced,
             applies_to=applies_to,
             needs_human=needs_human,
             in_preflight=in_preflight,
@@ -198,13 +209,13 @@ def finding_from(rule: Rule, problem: Problem) -> Finding:
 def changes_text(changes: Iterable[FieldChange]) -> str:
     """In one line, as in "spec.data.packing: false, spec.training.epochs removed"."""
     return ", ".join(
-        f"{change.field} removed" if change.value is None else f"{change.field}: {_format_change(change.value)}"
-        for change in changes
+        f"{change.field} removed" if change.value is None else f"{change.field}: {yaml_text(change.value)}" for change in changes
     )
 
 
-def _format_change(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) and _NEEDS_QUOTES.fullmatch(value) else format_value(value)
+def yaml_text(value: Any) -> str:
+    """A value as it is written behind a colon in YAML."""
+    return json.dumps(value) if isinstance(value, str) and _NEEDS_QUOTES.fullmatch(value) else format_value(value)
 
 
 def with_changes(document: dict[str, Any], changes: Iterable[FieldChange]) -> dict[str, Any]:

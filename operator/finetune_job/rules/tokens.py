@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from finetune_job.api.enumerations import Dtype
-from finetune_job.api.method import LoraSpec
+from finetune_job.module_names import TOKEN_EMBEDDINGS
 from finetune_job.plan.element_types import held_dtype
 from finetune_job.rules.rule import Problem, Reproduction, RuleContext, rule
 from finetune_job.sharding import Conflict, HeldParameter, unit_conflict
@@ -13,8 +13,6 @@ _TARGETS, SAVED = "method.lora.targetModules", "method.lora.modulesToSave"
 _VERSION, _ORIG_PARAMS = "parallelism.fsdp.version", "parallelism.fsdp.useOrigParams"
 _AUTOCAST = "method.lora.autocastAdapterDtype"
 _TESTS = "tests/pitfalls/test_tokens.py"
-EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "embed_tokens.weight"})
-"""Names that causal language models give their input embedding; what else it may be called, preflight sees."""
 
 
 @rule(
@@ -31,7 +29,7 @@ EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "t
     holds_for="peft >= 0.15",
 )
 def trainable_token_repeated(context: RuleContext) -> Problem | None:
-    tokens = _lora(context).trainable_token_indices or []
+    tokens = context.lora.trainable_token_indices or []
     repeated = sorted({token for token in tokens if tokens.count(token) > 1})
     if not repeated:
         return None
@@ -57,11 +55,11 @@ def trainable_token_repeated(context: RuleContext) -> Problem | None:
     holds_for="peft >= 0.15",
 )
 def trainable_tokens_overlap(context: RuleContext) -> Problem | None:
-    lora = _lora(context)
+    lora = context.lora
     if lora.trainable_token_indices is None:
         return None
     for field, names in ((SAVED, lora.modules_to_save or []), (_TARGETS, lora.target_modules or [])):
-        both = [name for name in names if name.rsplit(".", 1)[-1] in EMBEDDINGS]
+        both = [name for name in names if name.rsplit(".", 1)[-1] in TOKEN_EMBEDDINGS]
         if both:
             return Problem(
                 field=field,
@@ -86,7 +84,7 @@ def trainable_tokens_overlap(context: RuleContext) -> Problem | None:
 )
 def fsdp1_trainable_tokens(context: RuleContext) -> Problem | None:
     plan = context.plan
-    if _lora(context).trainable_token_indices is None or plan.method.lora is None:
+    if context.lora.trainable_token_indices is None or plan.method.lora is None:
         return None
     # Stored weights alone may tell the embedding's type; preflight looks at them.
     held = held_dtype(plan) or Dtype.FLOAT32
@@ -106,10 +104,6 @@ def fsdp1_trainable_tokens(context: RuleContext) -> Problem | None:
         fix=f"remove {_VERSION}: version 2 holds them apart",
         changes={_VERSION: None},
     )
-
-
-def _lora(context: RuleContext) -> LoraSpec:
-    return context.spec.method.lora or LoraSpec()
 
 
 RULES = (trainable_token_repeated, trainable_tokens_overlap, fsdp1_trainable_tokens)

@@ -12,7 +12,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from finetune_job.api.profile import RoleResources
-from finetune_job.names import CA_MOUNT, CLAIMS_MOUNT, CREDENTIALS_MOUNT, PLAN_KEY, PLAN_MOUNT, Role, plan_configmap_name
+from finetune_job.names import (
+    CA_MOUNT,
+    CLAIMS_MOUNT,
+    CREDENTIALS_MOUNT,
+    PLAN_KEY,
+    PLAN_MOUNT,
+    TERMINATION_LOG,
+    Role,
+    plan_configmap_name,
+)
 from finetune_job.plan.inputs import input_locations
 from finetune_job.plan.launch_plan import LaunchPlan, Placement
 from finetune_operator.children.credentials import credentials_volume
@@ -98,7 +107,7 @@ def pod_template(
         "env": variables,
         "resources": {"requests": dict(amounts), "limits": dict(amounts)},
         "securityContext": container_security_context(),
-        "terminationMessagePath": "/dev/termination-log",
+        "terminationMessagePath": TERMINATION_LOG,
         "terminationMessagePolicy": "File",
         "volumeMounts": mounts,
     }

@@ -17,6 +17,7 @@ import aiohttp
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
+from finetune_job.names import MERGE_PATCH
 from finetune_operator.cluster.answers import (
     AnsweredRequest,
     ApiError,
@@ -57,7 +58,6 @@ LATER = (429, 500, 503, 504)
 """Answers that may come with Retry-After."""
 OVERLOADED = (429, 503)
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io"
-MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from finetune_job.names import GANG_NODES_KEY_PREFIX, PLAN_KEY, Role
+from finetune_job.failures import TERMINATION_LIMIT_BYTES
+from finetune_job.names import GANG_NODES_KEY_PREFIX, INDEX_LABEL, PLAN_KEY, Role
 from finetune_operator.children.placement import GATES_ANNOTATION, MIN_PARALLELISM_ANNOTATION
 from finetune_operator.children.pod_template import CONTAINER_NAME
 from finetune_operator.cluster.kinds import BATCH_JOBS, Kind
@@ -21,11 +22,8 @@ from finetune_operator.cluster.raw_objects import Fields
 from finetune_operator.cluster.summaries import LONGEST_REASON, JobSummary, ProfileSummary, job_summary, profile_summary
 from finetune_operator.decide.observed import BatchJobView, GangNodesView, JobConditionView, PodView
 
-INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 LONGEST_MESSAGE = 2048
 LONGEST_GATES = 4096
-TERMINATION_MESSAGE = 4096
-"""What the kubelet keeps of it: its last bytes."""
 LONGEST_GRACE_SECONDS = 366 * 86_400
 DEEPEST = 64
 """Levels of a manifest that are looked at. Ours have ten, and what recurses over a thousand of them costs a pass its stack."""
@@ -217,7 +215,7 @@ def _pod_view(key: ObjectKey, fields: Fields) -> PodView | None:
         finished=ended.time("finishedAt"),
         exit_code=ended.integer("exitCode"),
         reason=ended.text("reason", LONGEST_REASON) or status.text("reason", LONGEST_REASON),
-        termination_message=ended.last_of_text("message", TERMINATION_MESSAGE),
+        termination_message=ended.last_of_text("message", TERMINATION_LIMIT_BYTES),
         waiting_reason=waiting.text("reason", LONGEST_REASON),
         waiting_message=waiting.text("message", LONGEST_MESSAGE),
         unschedulable=scheduled.text("message", LONGEST_MESSAGE) if scheduled.text("status", 16) == "False" else "",

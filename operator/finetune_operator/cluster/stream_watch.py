@@ -38,6 +38,12 @@ WARNINGS_SELECTOR = "type=Warning"
 LONGEST_EVENT_LINE = 1 << 18
 
 
+def seconds_since(heard: Mapping[str, float]) -> dict[str, float]:
+    """By name, how long ago each was heard of. heard: by time.monotonic; another thread may write to it."""
+    now = time.monotonic()
+    return {name: now - at for name, at in list(heard.items())}
+
+
 @dataclass
 class StreamWatch:
     """Watches a kind in a namespace (None: everywhere)."""
@@ -174,8 +180,7 @@ class ChildWatch:
 
     def ages(self) -> dict[str, float]:
         """Seconds since an event of each kind came."""
-        now = time.monotonic()
-        return {name: now - heard for name, heard in list(self._heard.items())}
+        return seconds_since(self._heard)
 
     async def run(self) -> None:
         """Watch until cancelled."""

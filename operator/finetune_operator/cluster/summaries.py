@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from finetune_job.api.method import MethodSpec
 from finetune_job.api.profile import GpuResource
-from finetune_job.names import DEFAULT_PROFILE, LABEL_TEAM
+from finetune_job.names import DEFAULT_PROFILE, GPU_PRODUCT_LABEL, LABEL_TEAM
 from finetune_operator.cluster.raw_objects import Fields
 
 T = TypeVar("T")
@@ -26,8 +26,6 @@ NUMBERS = {
     "goodput": "goodput",
 }
 """Fact -> field of `status.progress`."""
-GPU_PRODUCT_LABEL = "nvidia.com/gpu.product"
-"""Of nodes, by NVIDIA's feature discovery."""
 DEFAULT_GPU_RESOURCE = str(GpuResource.model_fields["resource_name"].default)
 DEFAULT_METHOD = str(MethodSpec.model_fields["type"].default)
 _PRICE = re.compile(r"[0-9]+(\.[0-9]+)?")

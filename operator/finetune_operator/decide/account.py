@@ -17,7 +17,7 @@ from finetune_job.api.status import Attempt, FineTuneJobStatus
 from finetune_job.conditions import find_condition
 from finetune_job.failures import FailureClass
 from finetune_job.names import Role
-from finetune_job.reasons import ConditionType, Reason
+from finetune_job.reasons import AttemptOutcome, ConditionType, Reason
 from finetune_operator.decide.attempts import record_of
 from finetune_operator.decide.observed import PodView
 from finetune_operator.decide.phases import phase_seconds
@@ -35,6 +35,7 @@ SECONDS_BOUNDS = (1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_40
 NUM_BUCKETS = len(SECONDS_BOUNDS) + 1
 _KEPT_BY_SIGTERM = (FailureClass.PREEMPTED,)
 """Classes of failure before which the ranks have saved a checkpoint."""
+_KEEPS_ITS_STEPS = (AttemptOutcome.SUCCEEDED, AttemptOutcome.SUSPENDED, AttemptOutcome.RESIZED)
 
 
 class JobLabels(NamedTuple):
@@ -160,13 +161,13 @@ def with_decision(
         f"{role}/{attempt_of(before, role)}": restart_key(record)
         for role in Role
         if (record := _closed_now(before, after, role)) is not None
-        and record.outcome == "Failed"
+        and record.outcome == AttemptOutcome.FAILED
         and attempt_of(after, role) > attempt_of(before, role)
     }
     ended = ended_by(after, created)
     training = _closed_now(before, after, Role.TRAIN)
     if training is not None:
-        kept = training.outcome in ("Succeeded", "Suspended", "Resized") or training.failure in _KEPT_BY_SIGTERM
+        kept = training.outcome in _KEEPS_ITS_STEPS or training.failure in _KEPT_BY_SIGTERM
         account = _settled(account, kept=kept)
     elif ended is not None:
         account = _settled(account, kept=False)
@@ -177,7 +178,9 @@ def _closed_now(before: FineTuneJobStatus, after: FineTuneJobStatus, role: Role)
     """The record of the current attempt, if it is this decision that closes it."""
     number = attempt_of(before, role)
     old, new = record_of(before, role, number), record_of(after, role, number)
-    is_closed = new is not None and new.outcome != "Running" and (old is None or old.outcome == "Running")
+    is_closed = (
+        new is not None and new.outcome != AttemptOutcome.RUNNING and (old is None or old.outcome == AttemptOutcome.RUNNING)
+    )
     return new if is_closed else None
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any
 
 from finetune_job.api.status import Attempt, FineTuneJobStatus, Restarts
 from finetune_job.names import Role
+from finetune_job.reasons import AttemptOutcome
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.observed import PodView
 from finetune_operator.decide.times import timestamp
@@ -78,7 +79,7 @@ def resized(status: FineTuneJobStatus, record: Attempt, size: GangSize) -> list[
 class AttemptEnd:
     """How an attempt ended."""
 
-    outcome: Literal["Succeeded", "Failed", "Suspended", "Resized"]
+    outcome: AttemptOutcome
     time: datetime
     failure: Failure | None = None
     counted: bool = False

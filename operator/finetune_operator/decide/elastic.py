@@ -16,6 +16,7 @@ from finetune_job.api.status import Attempt, ProgressStatus
 from finetune_job.names import Role
 from finetune_job.plan.launch_plan import LaunchPlan
 from finetune_job.progress import Progress
+from finetune_job.reasons import AttemptOutcome
 from finetune_operator.decide.observed import PodView
 from finetune_operator.decide.times import moment_after
 
@@ -116,7 +117,7 @@ def _failed_tries(attempts: Sequence[Attempt]) -> int:
     """
     tries = 0
     for one, following in reversed(list(pairwise(attempts))):
-        if one.outcome != "Resized":
+        if one.outcome is not AttemptOutcome.RESIZED:
             break
         tries += not one.running_time or (following.nodes or 0) <= (one.nodes or 0)
     return tries

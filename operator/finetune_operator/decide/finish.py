@@ -9,7 +9,7 @@ from __future__ import annotations
 from finetune_job.api.status import Attempt, FineTuneJobStatus
 from finetune_job.conditions import find_condition, is_condition_true
 from finetune_job.names import service_name
-from finetune_job.reasons import STAGES, ConditionType, Reason
+from finetune_job.reasons import STAGES, AttemptOutcome, ConditionType, Reason
 from finetune_operator.decide.job_state import ends_by_itself
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.pass_result import PassResult
@@ -86,9 +86,9 @@ def _end_attempt(observed: Observed, result: PassResult, message: str) -> None:
     if result.has_value("attempts"):
         return
     attempts = observed.job.status.attempts
-    if attempts and attempts[-1].outcome == "Running":
+    if attempts and attempts[-1].outcome is AttemptOutcome.RUNNING:
         closed: Attempt = attempts[-1].model_copy(
-            update={"outcome": "Failed", "end_time": timestamp(result.now), "message": message}
+            update={"outcome": AttemptOutcome.FAILED, "end_time": timestamp(result.now), "message": message}
         )
         result.set(attempts=[*attempts[:-1], closed])
 

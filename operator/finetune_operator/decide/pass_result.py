@@ -140,7 +140,7 @@ class PassResult:
                 update={
                     **self._values,
                     "conditions": conditions,
-                    "phase": job_phase(conditions),
+                    "phase": str(job_phase(conditions)),
                     "observed_generation": self.job.generation,
                 }
             )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from finetune_job.api.status import Attempt
 from finetune_job.conditions import find_condition
 from finetune_job.failures import FailureClass
 from finetune_job.names import Role
-from finetune_job.reasons import ConditionType, Reason
+from finetune_job.reasons import AttemptOutcome, ConditionType, Reason
 from finetune_operator.decide.attempts import (
     AttemptEnd,
     GangSize,
@@ -108,7 +108,7 @@ class RoleStage:
         elif found.state is State.SUCCEEDED:
             done = succeeded(found)
             if not self.result.has_value("attempts"):
-                self.close("Succeeded")
+                self.close(AttemptOutcome.SUCCEEDED)
             return done
         elif found.failure is not None:
             if not refused(found.failure):
@@ -161,14 +161,14 @@ class RoleStage:
             said = f"Attempt {self.attempt} continues on {size.nodes} of {self.most_nodes} nodes, {record.nodes} before."
             self.result.emit("Normal", Reason.RESIZING, said)
 
-    def close(self, outcome: Literal["Succeeded", "Failed"], failure: Failure | None = None, *, counted: bool = False) -> None:
+    def close(self, outcome: AttemptOutcome, failure: Failure | None = None, *, counted: bool = False) -> None:
         """Record the end of this attempt."""
         end = AttemptEnd(outcome, self.result.now, failure, counted, size=self.size)
         self.result.set(attempts=closed(self.observed.job.status, self.role, self.attempt, end))
 
     def resize(self, nodes: int, why: str, batch_job: BatchJobView) -> None:
         """Continue with an attempt of so many nodes, which is no failure. Deleting the Job sends SIGTERM, so the gang saves."""
-        end = AttemptEnd("Resized", self.result.now, message=why, size=self.size)
+        end = AttemptEnd(AttemptOutcome.RESIZED, self.result.now, message=why, size=self.size)
         self.result.set(
             attempts=closed(self.observed.job.status, self.role, self.attempt, end),
             **{ATTEMPT_FIELD[self.role]: self.attempt + 1},
@@ -190,7 +190,7 @@ class RoleStage:
             return
         restarts = with_progress(restarts_of(status, self.role), newest_checkpoint(status, self.role))
         decision = restart_decision(failure.failure, restarts, spec.run.max_restarts, self.result.now)
-        self.close("Failed", failure, counted=decision is RestartDecision.RESTART_COUNTED)
+        self.close(AttemptOutcome.FAILED, failure, counted=decision is RestartDecision.RESTART_COUNTED)
         if not decision.restarts:
             self._give_up(failure, decision)
             return
@@ -265,7 +265,7 @@ class RoleStage:
         status = self.observed.job.status
         latest = latest_of(status, self.role)
         restarts = restarts_of(status, self.role)
-        if latest is None or latest.outcome != "Failed" or latest.failure is None or not restarts.in_a_row:
+        if latest is None or latest.outcome is not AttemptOutcome.FAILED or latest.failure is None or not restarts.in_a_row:
             return False
         until = moment_after(latest.end_time, pause_seconds(latest.failure, restarts, self.role, self.observed.job.uid))
         if until is None or self.result.now >= until:

@@ -13,7 +13,7 @@ from finetune_job.conditions import find_condition
 from finetune_job.failures import USER_FAILURES
 from finetune_job.finding import MAX_TEXT_LENGTH, Finding
 from finetune_job.names import Role
-from finetune_job.reasons import ConditionType, Reason
+from finetune_job.reasons import AttemptOutcome, ConditionType, Reason
 from finetune_operator.decide.attempts import AttemptEnd, closed, with_restarts
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.finish import stop_running
@@ -67,7 +67,7 @@ def stop_role(observed: Observed, result: PassResult, role: Role, failure: Failu
     message = f"{said}{'' if said.endswith('.') else '.'} {_WHAT_TO_DO[role]}"
     if not result.has_value("attempts"):
         attempt = attempt_of(observed.job.status, role)
-        result.set(attempts=closed(observed.job.status, role, attempt, AttemptEnd("Failed", result.now, failure)))
+        result.set(attempts=closed(observed.job.status, role, attempt, AttemptEnd(AttemptOutcome.FAILED, result.now, failure)))
     reason = REFUSED[role] if _is_verdict(failure) else STOPPED[role]
     result.condition(CONDITION[role], False, reason, message)
     result.stall(reason, message)

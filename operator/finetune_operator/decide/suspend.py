@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from finetune_job.conditions import find_condition
 from finetune_job.names import Role
-from finetune_job.reasons import ConditionType, Reason
+from finetune_job.reasons import AttemptOutcome, ConditionType, Reason
 from finetune_operator.decide.attempts import AttemptEnd, closed
 from finetune_operator.decide.blocked import delete_earlier_attempts
 from finetune_operator.decide.job_state import ends_by_itself
@@ -26,7 +26,7 @@ def suspend(observed: Observed, result: PassResult) -> None:
     attempt = attempt_of(status, role)
     batch_job = observed.batch_job(role, attempt)
     if batch_job is not None and not ends_by_itself(batch_job, observed.pods_of(role, attempt)):
-        result.set(attempts=closed(status, role, attempt, AttemptEnd("Suspended", result.now)))
+        result.set(attempts=closed(status, role, attempt, AttemptEnd(AttemptOutcome.SUSPENDED, result.now)))
         result.set(**{ATTEMPT_FIELD[role]: attempt + 1})
         if role is Role.TRAIN:
             # An elastic gang asks for all nodes when it continues.

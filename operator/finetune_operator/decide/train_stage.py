@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune_job.failures import FailureClass
 from finetune_job.names import Role
-from finetune_job.reasons import ConditionType, Reason
+from finetune_job.reasons import AttemptOutcome, ConditionType, Reason
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.placement import PREFLIGHT_GATE
 from finetune_operator.children.train_job import gang_service, train_job
@@ -141,7 +141,7 @@ def _succeeded(observed: Observed, result: PassResult, stage: RoleStage, found: 
     last = progress_of_facts(report.facts, stage.attempt) if report is not None else None
     if last is not None:
         result.set(progress=progress_status(last, observed.job.status.progress, result.now))
-    stage.close("Succeeded")
+    stage.close(AttemptOutcome.SUCCEEDED)
     if observed.gang_nodes is not None:
         result.delete_object("ConfigMap", observed.gang_nodes.name, observed.gang_nodes.uid)
     result.condition(ConditionType.TRAINED, True, Reason.COMPLETED, report.message if report is not None else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from finetune_job.layout import OutputLayout, WorkspaceLayout
+from finetune_job.layout import OutputLayout, WorkspaceLayout, checkpoint_name, checkpoint_step
 
 
 def test_names_on_the_workspace() -> None:
@@ -13,7 +13,14 @@ def test_names_on_the_workspace() -> None:
     assert layout.adapter == Path("/claims/workspace/run/trained")
     assert layout.model_report == Path("/claims/workspace/run/preflight.json")
     assert layout.reports("merge", 2) == Path("/claims/workspace/run/reports/merge-2")
+    assert layout.rank_zero == Path("/claims/workspace/run/observe.json")
     assert layout.stacks(1) == Path("/claims/workspace/run/stacks/train-1")
+
+
+def test_names_of_checkpoints() -> None:
+    assert checkpoint_name(100) == "step-0000000100"
+    assert checkpoint_step("step-0000000100") == 100
+    assert [checkpoint_step(name) for name in ("step-100", "step-0000000100.tmp-1", "latest", "step-00000000100")] == [None] * 4
 
 
 def test_names_at_the_destination() -> None:

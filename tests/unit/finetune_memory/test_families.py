@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
-from finetune_memory.families import FAMILIES, LAYER_CLASSES, base_parameters
+from finetune_memory.families import LAYER_CLASSES, PARAMETERS_BY_TYPE, base_parameters
 from finetune_memory.model_shape import EAGER_ONLY, UnknownModelError, facts_of
 from tests.unit.finetune_memory.configs import CONFIGS
 
@@ -46,7 +46,7 @@ def test_models_without_fused_attention_are_those_of_transformers(kind: str) -> 
 
 
 def test_every_family_is_measured() -> None:
-    assert {config["model_type"] for config in CONFIGS.values()} == set(FAMILIES) == set(LAYER_CLASSES)
+    assert {config["model_type"] for config in CONFIGS.values()} == set(PARAMETERS_BY_TYPE) == set(LAYER_CLASSES)
 
 
 def test_an_unknown_family_says_what_would_help() -> None:

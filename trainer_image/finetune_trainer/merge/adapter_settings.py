@@ -32,7 +32,7 @@ REFUSED_FIELDS: Mapping[str, str] = {
 }
 """Fields of LoraConfig that, when set, change what an adapter computes beyond LoRA, rsLoRA and DoRA."""
 
-EMBEDDINGS = frozenset({"embed_tokens", "lm_head"})
+EMBEDDING_LAYER_NAMES = frozenset({"embed_tokens", "lm_head"})
 """Modules that PEFT takes for embeddings (peft.utils.other.EMBEDDING_LAYER_NAMES) where it looks for those that
 ensure_weight_tying is about."""
 
@@ -168,8 +168,8 @@ def adapter_settings(config: Mapping[str, Any]) -> AdapterSettings:
 
 def _has_embedding(targets: Any) -> bool:
     if isinstance(targets, str):
-        return any(_matches(targets, name) for name in EMBEDDINGS)
-    return any(name.rpartition(".")[2] in EMBEDDINGS for name in targets or ())
+        return any(_matches(targets, name) for name in EMBEDDING_LAYER_NAMES)
+    return any(name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES for name in targets or ())
 
 
 def _names(value: Any) -> tuple[str, ...] | str:

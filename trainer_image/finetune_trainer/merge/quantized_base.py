@@ -21,6 +21,7 @@ from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.load import quantization_config, stored_dtype
 from finetune_trainer.weights.errors import UnsupportedBaseError
+from finetune_trainer.weights.rounding import dtype_name
 from finetune_trainer.weights.stored import StoredModel
 
 
@@ -45,8 +46,8 @@ def training_quantization(plan: QuantizationPlan, load: torch.dtype) -> Quantiza
     return Quantization(
         quant_type=config.bnb_4bit_quant_type,
         double_quant=config.bnb_4bit_use_double_quant,
-        load_dtype=_name(load),
-        compute_dtype=_name(config.bnb_4bit_compute_dtype),
+        load_dtype=dtype_name(load),
+        compute_dtype=dtype_name(config.bnb_4bit_compute_dtype),
     )
 
 
@@ -91,7 +92,3 @@ def _structure(base: Path) -> PreTrainedModel:
             "merge.base to Original."
         ) from error
     return model
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

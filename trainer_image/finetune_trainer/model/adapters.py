@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from finetune_job.api.method import ALL_LINEAR, LoraInit, MethodType
 from finetune_job.method_settings import peft_fields
 from finetune_job.methods import INSIDE_PEFT, METHODS, lora_kind
+from finetune_job.module_names import ADAPTER
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan, RunPlan
 from finetune_memory.adapters import FIRST_VALUES
 from finetune_trainer.errors import ConfigError, InvariantError
@@ -35,8 +36,6 @@ ORIGINAL = "original_module"
 """What PEFT calls the frozen module of which it trains a copy."""
 WHOLE_COPY = "modules_to_save"
 """What PEFT calls that copy; no name that PEFT writes for one contains it."""
-ADAPTER = "default"
-"""PEFT's name of the adapter that is trained."""
 REFUSALS = (TypeError, ValueError, ImportError, RuntimeError)
 """What PEFT raises for settings that it does not take; ImportError where they need a package that is not there."""
 _INITS = {LoraInit.ZERO_B: True, LoraInit.RANDOM: False}
@@ -283,7 +282,7 @@ def _stored(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 def adapter_settings(model: PeftModel, base_model: str, revision: str | None = None) -> dict[str, Any]:
     """Content of adapter_config.json; sets are sorted, so equal runs give equal bytes."""
-    settings = model.peft_config["default"].to_dict()
+    settings = model.peft_config[ADAPTER].to_dict()
     settings["base_model_name_or_path"] = base_model
     settings["revision"] = revision
     settings["inference_mode"] = True

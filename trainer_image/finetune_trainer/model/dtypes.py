@@ -10,6 +10,7 @@ from finetune_job.api.enumerations import Dtype
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.sharding import casts
+from finetune_trainer.weights.rounding import dtype_name
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
 
 def resolve_dtypes(plan: RunPlan, stored: torch.dtype) -> ModelDtypes:
     """Types of a run on a base model whose weights are stored as `stored`."""
-    found = resolve_elements(plan, str(stored).removeprefix("torch."))
+    found = resolve_elements(plan, dtype_name(stored))
     return ModelDtypes(
         load=getattr(torch, found.load),
         param=getattr(torch, found.param) if found.param else None,
@@ -54,7 +55,7 @@ def resolve_dtypes(plan: RunPlan, stored: torch.dtype) -> ModelDtypes:
 
 def resolve_casts(plan: RunPlan, dtypes: ModelDtypes, world_size: int) -> ModelCasts:
     """Who casts to `dtypes.param` in a gang of this size."""
-    computed = None if dtypes.param is None else str(dtypes.param).removeprefix("torch.")
+    computed = None if dtypes.param is None else dtype_name(dtypes.param)
     found = casts(plan.method.type, plan.parallelism.fsdp.version, world_size, computed)
     return ModelCasts(
         by_fsdp=getattr(torch, found.by_fsdp) if found.by_fsdp else None,

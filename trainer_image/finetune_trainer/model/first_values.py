@@ -23,12 +23,13 @@ from safetensors.torch import save_file
 from transformers.pytorch_utils import Conv1D
 
 from finetune_job.api.method import LoraInit
+from finetune_job.module_names import ADAPTER
 from finetune_job.plan.digest import learning_sha256
 from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.adapters import FIRST_VALUES
 from finetune_trainer.errors import InvariantError, ModelError
 from finetune_trainer.files import TEMPORARY_MARK, file_sha256, open_regular, sync_directory, sync_file, temporary_beside
-from finetune_trainer.model.adapters import ADAPTER, attach, lora_layers
+from finetune_trainer.model.adapters import attach, lora_layers
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.load import build_with_lazy_zeros, load_base_model, stored_dtype
 from finetune_trainer.model.load_shards import base_name, read_into, stored_by_name, tied_headers

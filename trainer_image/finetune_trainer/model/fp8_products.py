@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import ScalingType, scaled_mm
 
+from finetune_job.module_names import is_router
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.wrap_plan import layer_classes
 
@@ -26,8 +27,6 @@ ALIGNED = 16
 """The kernels take factors whose sides are multiples of it."""
 LEAST_CAPABILITY = (8, 9)
 """Of a GPU: the first one that has such products."""
-_ROUTERS = frozenset({"gate", "router"})
-"""Their few outputs choose experts: what is saved is nothing, and what is chosen depends on small differences."""
 
 
 class Fp8Linear(nn.Linear):
@@ -119,7 +118,8 @@ def frozen_linear_layers(model: nn.Module, classes: Collection[str] | None) -> d
         and not module.weight.requires_grad
         and module.in_features % ALIGNED == 0
         and module.out_features % ALIGNED == 0
-        and not _ROUTERS.intersection(name.split("."))
+        # Its few outputs choose experts: what is saved is nothing, and what is chosen depends on small differences.
+        and not is_router(name)
     }
 
 

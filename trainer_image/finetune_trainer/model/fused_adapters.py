@@ -16,7 +16,8 @@ from peft.tuners.lora.layer import Linear, LoraLayer
 from torch import nn
 from torch.nn import functional
 
-from finetune_trainer.model.adapters import ADAPTER, lora_layers
+from finetune_job.module_names import ADAPTER
+from finetune_trainer.model.adapters import lora_layers
 
 
 def fuse_adapters(model: PeftModel, units: Collection[str]) -> int:

@@ -19,6 +19,7 @@ from finetune_trainer.errors import ConfigError, InvariantError
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.packed_weights import is_to_be_packed
 from finetune_trainer.model.wrap_plan import held_parameters, unit_names
+from finetune_trainer.weights.rounding import dtype_name
 
 MAGNITUDE = "lora_magnitude_vector"
 LORA_MARKS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", MAGNITUDE, "trainable_tokens_delta")
@@ -108,7 +109,7 @@ def check_adapter_bits(plan: RunPlan, stored: torch.dtype) -> None:
     """Under FSDP 1 adapters in a unit with the base are held like it, and it must then be float32. Raises ConfigError."""
     load = resolve_dtypes(plan, stored).load
     if plan.method.adapter is not None and not plan.method.adapter.autocast_adapter_dtype and load is not torch.float32:
-        name = str(load).removeprefix("torch.")
+        name = dtype_name(load)
         raise ConfigError(
             f"spec.parallelism.fsdp.version: version 1 would hold adapters of {plan.method.type.value} in {name} like the base, "
             "and small updates vanish in 16 bits",
@@ -124,7 +125,7 @@ def check_decomposed(plan: RunPlan, stored: torch.dtype) -> None:
     """
     load = resolve_dtypes(plan, stored).load
     if METHODS[plan.method.type].needs.decomposes_base and torch.finfo(load).eps > torch.finfo(stored).eps:
-        held, kept = (str(dtype).removeprefix("torch.") for dtype in (load, stored))
+        held, kept = (dtype_name(dtype) for dtype in (load, stored))
         raise ConfigError(
             f"spec.model.dtype: {plan.method.type} decomposes the base's weights wherever its adapter is loaded, and those of "
             f"{kept}, which is stored, give other vectors than those of {held}, with which it would be trained",

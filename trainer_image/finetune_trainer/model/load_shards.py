@@ -24,11 +24,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
 from finetune_job.methods import INSIDE_PEFT
+from finetune_job.module_names import ADAPTER
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.sharding import can_load_shards
 from finetune_trainer.checkpoint.state import ParameterRange
 from finetune_trainer.errors import InvariantError, ModelError
-from finetune_trainer.model.adapters import ADAPTER
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import LORA_MARKS
 from finetune_trainer.model.load import (

@@ -20,9 +20,9 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from finetune_job.module_names import ADAPTER
 from finetune_memory.adapters import BLOCK_SIZE, NESTED_BLOCK_SIZE
 from finetune_trainer.checkpoint.state import ParameterRange
-from finetune_trainer.model.adapters import ADAPTER
 from finetune_trainer.model.invariants import MAGNITUDE, check_norms
 from finetune_trainer.model.load_shards import base_name, initial_magnitudes, read_into
 from finetune_trainer.ranks.gang import Gang

@@ -14,6 +14,7 @@ from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.plan.run_plan import FsdpPlan
 from finetune_job.sharding import DEFAULT_MIN_NUM_PARAMS, HeldParameter, deepest_first, large_modules
 from finetune_trainer.errors import ConfigError
+from finetune_trainer.weights.rounding import dtype_name
 
 
 def layer_classes(model: nn.Module, given: Collection[str] | None) -> tuple[str, ...]:
@@ -79,7 +80,7 @@ def unit_names(model: nn.Module, fsdp: FsdpPlan) -> list[str]:
 def held_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> list[HeldParameter]:
     """What the law of sharding looks at. `remove_duplicate`: tied parameters once, not under each of their names."""
     return [
-        HeldParameter(name, str(parameter.dtype).removeprefix("torch."), parameter.requires_grad)
+        HeldParameter(name, dtype_name(parameter.dtype), parameter.requires_grad)
         for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate)
     ]
 

@@ -42,8 +42,6 @@ from finetune_trainer.observe.trackers import Trackers
 from finetune_trainer.ranks.device_test import DeviceFigures
 from finetune_trainer.ranks.gang import Gang
 
-OBSERVE_FILE = "observe.json"
-"""On the workspace: the port on which rank 0 answers."""
 _RESUMED = ("epoch", "loss", "learning_rate")
 """Fields of Progress that the history holds and no checkpoint does."""
 
@@ -133,9 +131,7 @@ def observing(
     )
     trackers = Trackers(plan.training.trackers)
     with serving(run_metrics, port) as bound_port:
-        write_durably(
-            context.workspace.root / OBSERVE_FILE, json.dumps({"port": bound_port, "attempt": context.attempt}).encode()
-        )
+        write_durably(context.workspace.rank_zero, json.dumps({"port": bound_port, "attempt": context.attempt}).encode())
         trackers.start(
             {
                 **plan.job.model_dump(),

@@ -21,6 +21,7 @@ from finetune_job.api.method import ALL_LINEAR
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.methods import INSIDE_PEFT
+from finetune_job.module_names import ADAPTER
 from finetune_job.plan.run_plan import LoraPlan
 from finetune_trainer.model.adapters import REFUSALS, lora_config
 from finetune_trainer.preflight.adapted_modules import name_in_base
@@ -238,16 +239,16 @@ def check_ranks_in_file(seen: ModelInspection) -> list[Finding]:
     model = seen.trained.model
     if not isinstance(model, PeftModel):
         return []
-    config = model.peft_config["default"]
+    config = model.peft_config[ADAPTER]
     for name, layer in model.named_modules():
-        if not isinstance(layer, LoraLayer) or "default" not in layer.r:
+        if not isinstance(layer, LoraLayer) or ADAPTER not in layer.r:
             continue
         key = name_in_base(name)
         if isinstance(layer, ParamWrapper):
             key = f"{key}.{layer.parameter_name}"
         for field, patterns, held in (
-            ("rankPattern", config.rank_pattern, layer.r["default"]),
-            ("alphaPattern", config.alpha_pattern, layer.lora_alpha["default"]),
+            ("rankPattern", config.rank_pattern, layer.r[ADAPTER]),
+            ("alphaPattern", config.alpha_pattern, layer.lora_alpha[ADAPTER]),
         ):
             first = next((pattern for pattern in sorted(patterns) if pattern_matches(pattern, [key])), None)
             if first is None or patterns[first] == held:

@@ -21,6 +21,7 @@ from finetune_trainer.model.load import stored_dtype
 from finetune_trainer.model.wrap_plan import layer_classes
 from finetune_trainer.preflight.library_errors import finding_of_error
 from finetune_trainer.preflight.model_inspection import ModelInspection
+from finetune_trainer.weights.rounding import dtype_name
 
 STATELESS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
 """Kinds of layers, as configurations name them, that hand nothing on; small_model.py measures whether their masks leak."""
@@ -75,7 +76,7 @@ def check_fp8(seen: ModelInspection) -> Iterator[Finding]:
     if not plan.training.fp8:
         return
     layers = frozen_linear_layers(seen.trained.model, plan.parallelism.fsdp.transformer_layer_cls_to_wrap)
-    computed = resolve_elements(plan, str(stored_dtype(seen.directory)).removeprefix("torch.")).computed
+    computed = resolve_elements(plan, dtype_name(stored_dtype(seen.directory))).computed
     problem = model_problem(layers, getattr(torch, computed))
     if problem:
         yield make_finding(

@@ -18,13 +18,14 @@ from torch import nn
 from finetune_job.api.method import MethodType
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
-from finetune_job.method_settings import TARGETS
+from finetune_job.method_settings import PATTERNS, TARGETS
 from finetune_job.methods import INSIDE_PEFT, METHODS
+from finetune_job.module_names import ADAPTER
 from finetune_job.plan.run_plan import MethodPlan
 from finetune_trainer.preflight.adapted_modules import adapted_modules, adapter_settings, is_packed, name_in_base
 from finetune_trainer.preflight.experts import adapted_routers, experts_not_packed, experts_without_adapter
 from finetune_trainer.preflight.model_inspection import ModelInspection
-from finetune_trainer.preflight.name_matching import PATTERNS, pattern_matches, targets
+from finetune_trainer.preflight.name_matching import pattern_matches, targets
 
 
 def check_attached(seen: ModelInspection) -> list[Finding]:
@@ -119,7 +120,7 @@ def _rows_of_a_saved_module(model: PeftModel, method: MethodPlan, field: str) ->
 
 def _saved_by_their_end(model: PeftModel, field: str) -> Iterator[Finding]:
     """`norm` is the end of `input_layernorm`."""
-    for name in getattr(model.peft_config["default"], "modules_to_save", None) or ():
+    for name in getattr(model.peft_config[ADAPTER], "modules_to_save", None) or ():
         saved = [
             path for path, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper) and path.endswith(name)
         ]
@@ -136,7 +137,7 @@ def _not_fed_forward(model: PeftModel, method: MethodPlan, field: str) -> Iterat
     """IA3 only. PEFT compares the lists when it loads the adapter, and where targets were left to it not before."""
     if method.type is not MethodType.IA3 or method.adapter is None:
         return
-    written, targets = method.adapter.settings.get("feedforwardModules"), model.peft_config["default"].target_modules
+    written, targets = method.adapter.settings.get("feedforwardModules"), model.peft_config[ADAPTER].target_modules
     if isinstance(written, list) and isinstance(targets, set | list) and (wrong := sorted(set(written) - set(targets))):
         reason = f"{wrong[0]} is not adapted: targetModules is {', '.join(sorted(targets))}; PEFT would not load the adapter"
         yield make_finding(
@@ -156,7 +157,7 @@ def _rows_beyond(model: PeftModel, method: MethodPlan, field: str) -> Iterator[F
     for name, layer in model.named_modules():
         if isinstance(layer, TrainableTokensLayer):
             rows = layer.get_base_layer().weight.shape[0]
-            if beyond := sorted(index for index in layer.token_indices["default"] if index >= rows):
+            if beyond := sorted(index for index in layer.token_indices[ADAPTER] if index >= rows):
                 shown = name.removeprefix(INSIDE_PEFT)
                 reason = f"{shown} has {rows} rows, and there is no row {beyond[0]} among them ({len(beyond)} such ids)"
                 fix = f"write ids from 0 to {rows - 1}, or name embeddings alone in targetModules"

@@ -21,6 +21,7 @@ from finetune_trainer.model import packed_documents, variable_length
 from finetune_trainer.model.load import stored_dtype
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.preflight.small_model import FIRST, LEAK_TOLERANCE, SECOND, spread
+from finetune_trainer.weights.rounding import dtype_name
 
 
 def may_use_varlen(seen: ModelInspection) -> bool:
@@ -48,7 +49,7 @@ def _problem(seen: ModelInspection) -> str:
         facts = facts_of(base.config.to_dict(), has_fused_attention=bool(getattr(base, "_supports_sdpa", False)))
     except UnknownModelError:
         return UNKNOWN
-    stored = str(stored_dtype(seen.directory)).removeprefix("torch.")
+    stored = dtype_name(stored_dtype(seen.directory))
     problem = varlen_problem(seen.plan, facts, stored)
     if problem or (seen.plan.model.attention is Attention.VARLEN and seen.observed is None):
         return problem

@@ -25,6 +25,7 @@ from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.method_settings import known_settings
 from finetune_job.methods import INSIDE_PEFT, METHODS, lora_kind
+from finetune_job.module_names import ADAPTER
 from finetune_job.plan.run_plan import MethodPlan, RunPlan
 from finetune_trainer.inspection.module_use import ModuleUse, ModuleUses
 from finetune_trainer.preflight.adapted_modules import is_packed
@@ -32,7 +33,7 @@ from finetune_trainer.preflight.fsdp_units import CLASSES_FIELD, POLICY_FIELD
 from finetune_trainer.preflight.model_inspection import ModelInspection
 
 _PEFT_FIELD = "spec.parallelism.fsdp.peftWrapPolicy"
-_PARTS_OF_PEFT = frozenset({"base_layer", "original_module", "modules_to_save", "token_adapter", "default"})
+_PARTS_OF_PEFT = frozenset({"base_layer", "original_module", "modules_to_save", "token_adapter", ADAPTER})
 _SHOWN, _LISTED = 4, 8
 _MOST_NAMES = 256
 """In a list of the manifest (finetune_job.api.method)."""
@@ -183,7 +184,7 @@ def _working(model: nn.Module, uses: ModuleUses) -> list[str]:
 def _is_accepted(tuner: BaseTuner, model: PeftModel, name: str) -> bool:
     """PEFT refuses some names in some architectures."""
     try:
-        tuner._check_target_module_compatiblity(model.peft_config["default"], tuner.model, name.rpartition(".")[2])  # noqa: SLF001
+        tuner._check_target_module_compatiblity(model.peft_config[ADAPTER], tuner.model, name.rpartition(".")[2])  # noqa: SLF001
     except ValueError:
         return False
     return True

@@ -6,7 +6,6 @@ them. In: the model with its adapters. Called by attached.py, which lists the fi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from peft import PeftModel
@@ -20,12 +19,11 @@ from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.method_settings import TARGETS
 from finetune_job.methods import METHODS
+from finetune_job.module_names import is_router
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan
 from finetune_trainer.preflight.adapted_modules import adapted_modules, adapter_settings, is_packed, name_in_base
 from finetune_trainer.preflight.module_names import STACKED_DIMENSIONS
 
-_ROUTER = re.compile(r"\.(gate|router)(\.|$)")
-"""In the names of what scores the experts."""
 _UNPACKED = {MethodType.QLORA: MethodType.LORA.value, MethodType.QDORA: MethodType.DORA.value}
 
 
@@ -86,7 +84,7 @@ def adapted_routers(model: PeftModel, method: MethodPlan, field: str) -> Iterato
     if named is None and METHODS[method.type].targets_all_linear:
         named = ALL_LINEAR
     adapted, counts = adapted_modules(model), _expert_counts(getattr(model, "config", None))
-    routers = {name for name, layer in adapted.items() if _ROUTER.search(name) and _outputs(layer) in counts}
+    routers = {name for name, layer in adapted.items() if is_router(name) and _outputs(layer) in counts}
     if named not in (ALL_LINEAR, [ALL_LINEAR], (ALL_LINEAR,)) or not routers:
         return
     others = {name: isinstance(layer, ParamWrapper) for name, layer in adapted.items() if name not in routers}

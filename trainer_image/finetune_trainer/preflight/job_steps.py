@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from finetune_job.catalogue.book import make_finding
 from finetune_job.device import large_on_cpu
 from finetune_job.finding import Finding
-from finetune_job.plan.element_types import DTYPE_BYTES
+from finetune_job.plan.element_types import VALUE_BYTES
 from finetune_memory.optimizers import FORMS
 from finetune_trainer.checkpoint.manifest import read_manifest, verify_file
 from finetune_trainer.checkpoint.retention import checkpoint_directories
@@ -133,4 +133,4 @@ def _merged_bytes(seen: JobInspection) -> int:
     if not plan.merge.enabled:
         return 0
     merged = plan.merge.dtype.value if plan.merge.dtype else stored
-    return seen.known_files.weight_bytes * DTYPE_BYTES[merged] // DTYPE_BYTES[stored]
+    return seen.known_files.weight_bytes * VALUE_BYTES[merged] // VALUE_BYTES[stored]

@@ -17,6 +17,7 @@ from finetune_job.api.method import ALL_LINEAR, MethodType
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.method_settings import TARGETS, effective_settings, known_settings
+from finetune_job.module_names import ADAPTER
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import format_value
 from finetune_trainer.errors import TrainerError
@@ -184,7 +185,7 @@ def _layers(seen: ModelInspection) -> list[tuple[str, nn.Linear | Conv1D]]:
     return [
         (name.removesuffix(".base_layer"), layer)
         for name, layer in seen.base.named_modules()
-        if isinstance(layer, nn.Linear | Conv1D) and layer is not head and "default" not in name.split(".")
+        if isinstance(layer, nn.Linear | Conv1D) and layer is not head and ADAPTER not in name.split(".")
     ]
 
 

@@ -20,6 +20,7 @@ from finetune_memory.this_machine import gpu_mebibytes
 from finetune_memory.verdict import judge_memory, limit_of, memory_finding, predictor
 from finetune_trainer.data.prepare import SplitFacts
 from finetune_trainer.inspection.report import ModelStructure
+from finetune_trainer.weights.rounding import dtype_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,7 +78,7 @@ def shape_of(model: nn.Module, base: PreTrainedModel, units: Collection[str], lo
         # What an adapter computes with are layers, too, but none of the model's.
         is_added = parameter.requires_grad and model is not base and SAVED_WHOLE not in owner.split(".")
         kind = _kind(modules[owner]) if last == "weight" and not is_added else "other"
-        shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+        shape, dtype = tuple(parameter.shape), dtype_name(parameter.dtype)
         if kind == "linear" and not parameter.requires_grad:
             shape, dtype = (int(modules[owner].out_features), int(modules[owner].in_features)), load
         parameters.append(ParameterShape(name, shape, dtype, is_trained=parameter.requires_grad, kind=kind))

@@ -39,6 +39,7 @@ from finetune_trainer.model.wrap_plan import layer_classes, unit_names
 from finetune_trainer.preflight.library_errors import attaching_error, loading_error
 from finetune_trainer.preflight.memory import batches_of, shape_of
 from finetune_trainer.preflight.model_inspection import AttachedModel, LoadedModel, ModelInspection
+from finetune_trainer.weights.rounding import dtype_name
 
 _PEFT_DOES_NOT_MIND = frozenset({"token-index-unknown", "saved-module-unknown", "adapter-pattern-unmatched"})
 """Unknown names despite which PEFT attaches what is left, so that what it says of that is said, too."""
@@ -180,7 +181,7 @@ def _trains_input_rows_alone(model: nn.Module) -> bool:
 
 
 def _name(dtype: torch.dtype | None) -> str:
-    return "as held" if dtype is None else str(dtype).removeprefix("torch.")
+    return "as held" if dtype is None else dtype_name(dtype)
 
 
 def max_positions(config: PreTrainedConfig, wanted: int | None = None) -> int | None:

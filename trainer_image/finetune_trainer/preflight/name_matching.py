@@ -15,8 +15,6 @@ from finetune_job.api.method import ALL_LINEAR
 from finetune_job.module_expressions import key_expression
 from finetune_trainer.preflight.expressions import compiled_or_none
 
-PATTERNS = ("rankPattern", "alphaPattern", "nFrequencyPattern", "blockSizePattern", "lambdaPattern")
-"""Settings of methods whose keys are patterns."""
 LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 """How PEFT finds a module's layer number: the first part of its name that is one."""
 

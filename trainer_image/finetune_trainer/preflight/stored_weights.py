@@ -20,15 +20,17 @@ from finetune_job.api.method import LoraInit
 from finetune_job.api.training import OptimizerName
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
+from finetune_job.module_names import ADAPTER
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.data.cpus import available_cpus
-from finetune_trainer.model.adapters import ADAPTER, lora_layers
+from finetune_trainer.model.adapters import lora_layers
 from finetune_trainer.model.dtypes import ModelDtypes, resolve_casts, resolve_dtypes
 from finetune_trainer.model.invariants import zero_row
 from finetune_trainer.model.load import packed_dtype, stored_dtype
 from finetune_trainer.model.load_shards import base_name
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.weights.headers import TensorHeader, read_checkpoint
+from finetune_trainer.weights.rounding import dtype_name
 
 FSDP = "spec.parallelism.fsdp"
 PARAM_DTYPE = f"{FSDP}.mixedPrecision.paramDtype"
@@ -95,8 +97,8 @@ def _packed_and_cast(plan: RunPlan, dtypes: ModelDtypes, packed: torch.dtype) ->
     cast = resolve_casts(plan, dtypes, plan.parallelism.world_size).by_fsdp
     if cast in (None, packed):
         return
-    computed = _name(cast)
-    reason = f"packed weights stored as {_name(packed)} would be converted to {computed} like numbers, which destroys them"
+    computed = dtype_name(cast)
+    reason = f"packed weights stored as {dtype_name(packed)} would be converted to {computed} like numbers, which destroys them"
     if version == 1:
         fix = f"leave {PARAM_DTYPE} out, or set spec.training.precision: fp32"
         yield make_finding(
@@ -110,12 +112,13 @@ def _packed_and_cast(plan: RunPlan, dtypes: ModelDtypes, packed: torch.dtype) ->
     else:
         fix = f"leave {STORAGE} out"
         yield make_finding(
-            "qlora-storage-not-param-dtype", field=STORAGE, value=_name(packed), message=reason, fix=fix, changes={STORAGE: None}
+            "qlora-storage-not-param-dtype",
+            field=STORAGE,
+            value=dtype_name(packed),
+            message=reason,
+            fix=fix,
+            changes={STORAGE: None},
         )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def check_zero_rows(seen: ModelInspection) -> list[Finding]:

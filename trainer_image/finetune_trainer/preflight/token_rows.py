@@ -16,8 +16,9 @@ from finetune_job.api.inputs import DataFormat
 from finetune_job.api.method import MethodType
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
+from finetune_job.module_names import TOKEN_EMBEDDINGS
 from finetune_job.plan.run_plan import MethodPlan, RunPlan
-from finetune_job.rules.tokens import EMBEDDINGS, SAVED, TOKENS
+from finetune_job.rules.tokens import SAVED, TOKENS
 from finetune_trainer.data.render_chat import ChatError, Tokenizer, template_source
 from finetune_trainer.data.shards import TRAIN, TokenShards, map_tables
 from finetune_trainer.data.template_probe import PROBE, chat_template
@@ -85,7 +86,7 @@ def _trained(plan: RunPlan, untrained: Mapping[str, list[int]]) -> dict[str, Any
     if lora is None:
         return {}
     modules = {name.removesuffix(".weight").rpartition(".")[2]: rows for name, rows in untrained.items()}
-    if EMBEDDINGS.issuperset(modules) and plan.parallelism.fsdp.version == 2:
+    if TOKEN_EMBEDDINGS.issuperset(modules) and plan.parallelism.fsdp.version == 2:
         rows = {*lora.trainable_token_indices, *(row for each in modules.values() for row in each)}
         return {f"spec.{TOKENS}": sorted(rows)}
     return {f"spec.{SAVED}": [*lora.modules_to_save, *sorted(modules)]}

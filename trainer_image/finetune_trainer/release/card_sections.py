@@ -9,7 +9,7 @@ from finetune_job.api.enumerations import MergeBase
 from finetune_job.names import MANAGED_BY
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.markdown import block, code, table
-from finetune_trainer.release.facts import DataSource, RunFacts, sparkline, table_points
+from finetune_trainer.release.facts import DataSource, RunFacts, count_text, sparkline, table_points
 from finetune_trainer.release.files import CHECKSUMS, PROVENANCE, VERIFICATION_PAGE
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def training_data(facts: RunFacts) -> list[str]:
             code(source.source) + (f" at {code(source.revision)}" if source.revision else ""),
             source.split,
             f"{source.weight:g}",
-            *(_count(source.counts, name) for name in ("num_records", "num_tokens", "num_supervised_tokens")),
+            *(count_text(source.counts, name) for name in ("num_records", "num_tokens", "num_supervised_tokens")),
         )
         for source in facts.sources
     ]
@@ -36,7 +36,7 @@ def training_data(facts: RunFacts) -> list[str]:
         lines += _digests(source)
     for split, counts in facts.splits.items():
         dropped = counts.get("num_dropped", 0)
-        size = f"{_count(counts, 'num_sequences')} sequences with {_count(counts, 'num_tokens')} tokens in one pass"
+        size = f"{count_text(counts, 'num_sequences')} sequences with {count_text(counts, 'num_tokens')} tokens in one pass"
         lines += ["", f"Split {code(split)}: {size}; {dropped:,} records were too long and left out."]
     return [*lines, "", f"SHA-256 over everything prepared: {code(facts.data_hash)}."]
 
@@ -200,10 +200,6 @@ def licence(facts: RunFacts) -> list[str]:
     if found.files:
         lines.append(f"Files with terms of the base: {', '.join(code(name) for name in found.files[:_SHOWN_LICENCE_FILES])}.")
     return lines
-
-
-def _count(counts: Mapping[str, Any], name: str) -> str:
-    return f"{counts[name]:,}" if isinstance(counts.get(name), int) else "not counted"
 
 
 def _loss(value: float | None) -> str:

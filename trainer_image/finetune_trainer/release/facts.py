@@ -255,3 +255,8 @@ def table_points(points: Sequence[Point], most: int = TABLE_ROWS) -> list[Point]
     if len(from_these) <= most:
         return from_these
     return [from_these[round(number * (len(from_these) - 1) / (most - 1))] for number in range(most)]
+
+
+def count_text(counts: Mapping[str, Any], name: str) -> str:
+    """A count of records or tokens for people."""
+    return f"{counts[name]:,}" if isinstance(counts.get(name), int) else "not counted"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from itertools import islice
@@ -23,7 +23,7 @@ from finetune_job.names import MANAGED_BY
 from finetune_memory.limit import format_bytes
 from finetune_trainer.release.card_sections import chosen_settings, verification_rows
 from finetune_trainer.release.commands import base_address
-from finetune_trainer.release.facts import DataSource, RunFacts, TrainingHistory, table_points
+from finetune_trainer.release.facts import DataSource, RunFacts, TrainingHistory, count_text, table_points
 from finetune_trainer.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Series, chart, number
 from finetune_trainer.report.document import MAX_LONG_TEXT, MOST_NUMBER, HeldOutLoss, MemoryOfRank, OutcomeOfMerge, bounded
 from finetune_trainer.report.samples import Samples
@@ -113,7 +113,7 @@ def report_page(facts: RunFacts, timeline: Timeline, samples: Samples) -> str:
         sources=[_source_row(source) for source in facts.sources[:MAX_ROWS]],
         num_sources=len(facts.sources),
         splits=[
-            (name, _count(counts, "num_sequences"), _count(counts, "num_tokens"))
+            (name, count_text(counts, "num_sequences"), count_text(counts, "num_tokens"))
             for name, counts in islice(facts.splits.items(), MAX_ROWS)
         ],
         lengths=lengths(timeline),
@@ -244,12 +244,8 @@ def _source_row(source: DataSource) -> dict[str, Any]:
         "revision": source.revision or "",
         "split": source.split,
         "weight": f"{source.weight:g}",
-        "counts": [_count(source.counts, name) for name in names],
+        "counts": [count_text(source.counts, name) for name in names],
     }
-
-
-def _count(counts: Mapping[str, Any], name: str) -> str:
-    return f"{counts[name]:,}" if isinstance(counts.get(name), int) else "not counted"
 
 
 def _four(value: float | None) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from finetune_trainer.processes.torch_threads import map_in_threads
 from finetune_trainer.verify.gate import TIE_UNITS, UNIT_ROUNDOFF, LogitFigures, judged_share
+from finetune_trainer.weights.rounding import dtype_name
 
 VALUES_AT_ONCE = 1 << 17
 """Logits that are held in fp64 at a time, several times over, by each thread: few enough to stay in a processor's cache."""
@@ -60,7 +61,7 @@ def figures_of_prompts(prompts: Sequence[tuple[LogitsFile, LogitsFile, LogitsFil
 def _figures_of_prompt(files: tuple[LogitsFile, LogitsFile, LogitsFile]) -> PromptFigures:
     """files: of reference, base and merged model. A vocabulary of another size leaves NaN, which passes no gate."""
     reference, base, merged = files
-    tolerance = TIE_UNITS * max(UNIT_ROUNDOFF[str(logits.dtype).removeprefix("torch.")] for logits in (reference, merged))
+    tolerance = TIE_UNITS * max(UNIT_ROUNDOFF[dtype_name(logits.dtype)] for logits in (reference, merged))
     if reference.vocabulary != merged.vocabulary:
         unknown = torch.full((reference.num_positions,), torch.nan)
         return PromptFigures(unknown, torch.zeros_like(unknown), unknown, unknown, torch.zeros_like(unknown, dtype=torch.bool))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from finetune_job.module_names import EMBEDDINGS, OUTPUT_HEADS, is_router
 from finetune_trainer.files import MANIFEST_FILE, FileDigests
 from finetune_trainer.merge.changes import LowRank, Quantization, TokenRows
 from finetune_trainer.merge.inputs import plan_merge
@@ -53,11 +54,10 @@ _MODULES = {
     "mlp gate": {"gate_proj", "wi_0", "w1"},
     "mlp up": {"up_proj", "wi", "wi_1", "c_fc", "w3", "gate_up_proj", "dense_h_to_4h", "fc1"},
     "mlp down": {"down_proj", "w2", "dense_4h_to_h", "fc2"},
-    "embeddings": {"embed_tokens", "wte", "wpe", "shared", "word_embeddings", "embed_in", "tok_embeddings", "tokens_embed"},
-    "output head": {"lm_head", "embed_out", "output"},
+    "embeddings": EMBEDDINGS,
+    "output head": OUTPUT_HEADS,
 }
 _CLASSES = {module: name for name, modules in _MODULES.items() for module in modules}
-_ROUTERS = {"gate", "router", "classifier"}
 _NORM = re.compile(r"norm|(^|\.)ln_?\w*$", re.IGNORECASE)
 _MLP_BLOCK = re.compile(r"(^|\.)(mlp|ff|feed_forward|DenseReluDense)$")
 
@@ -277,7 +277,7 @@ def class_of(name: str) -> str:
     """One of TENSOR_CLASSES. Biases and further parameters belong to the class of their module."""
     module = name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name
     parent, _, last = module.rpartition(".")
-    if last in _ROUTERS:
+    if is_router(module):
         return "router"
     if ".experts." in f".{module}.":
         return "experts"

@@ -27,6 +27,7 @@ from finetune_trainer.verify.tensors import check_tensors, manifest_faults
 from finetune_trainer.weights.errors import UnsupportedBaseError
 from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, read_checkpoint, read_json
 from finetune_trainer.weights.read_model import read_stored_model
+from finetune_trainer.weights.rounding import dtype_name
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ def gate_of_merge(base: Path, merged: str | None) -> VerificationGate:
 
 def judged_dtype(base: Path, merged: str | None) -> str:
     """The element type that this gate is of. Raises as `gate_of_merge` does."""
-    stored = str(stored_dtype(base)).removeprefix("torch.")
+    stored = dtype_name(stored_dtype(base))
     config = read_json(base / CONFIG_FILE)
     named = config.get("dtype") or config.get("torch_dtype")
     return coarsest_dtype(stored, *([named] if named in GATES else []), *([merged] if merged else []))

@@ -16,6 +16,11 @@ FINITE_VALUES = 4 << 20
 """Looked at in one go for NaN and infinity, which takes their size in fp32."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As plans and manifests have it, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def round_into(values: torch.Tensor, compute: torch.dtype, out: torch.Tensor) -> None:
     """Writes `values` to `out`, through `compute`, the dtype that PEFT would hold them in."""
     if compute not in (out.dtype, values.dtype):

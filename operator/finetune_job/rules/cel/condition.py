@@ -53,12 +53,20 @@ class Transition:
     rule: str
     title: str
     fix: str
+    reproduction: str
+    """The test that makes it: path of the module, `::` and the name of the test."""
 
 
 FROZEN = Transition(
     "frozen-after-start",
     "The settings of a job that has started are final; only spec.run can change, without its queueName and priorityClassName",
     "create a new job for other settings",
+    "tests/integration/test_api_rules.py::test_spec_is_frozen_once_the_job_has_started",
 )
-CANCELLED = Transition("cancel-is-final", "A cancelled job cannot be revived", "create a new job")
+CANCELLED = Transition(
+    "cancel-is-final",
+    "A cancelled job cannot be revived",
+    "create a new job",
+    "tests/integration/test_api_rules.py::test_a_cancelled_job_cannot_be_revived",
+)
 TRANSITIONS = (FROZEN, CANCELLED)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from finetune_job.finding import Finding
+from finetune_job.method_settings import PATTERNS
 from finetune_job.module_expressions import is_plainly_malformed, key_expression
 from finetune_job.plan.run_plan import MethodPlan
-from finetune_job.rules.method_configuration.modules import LISTS, LORA, PATTERNS, SETTINGS, ManifestSettings, manifest_settings
+from finetune_job.rules.method_configuration.modules import LISTS, LORA, SETTINGS, ManifestSettings, manifest_settings
 from finetune_job.rules.rule import Problem, Reproduction, Rule, RuleContext, finding_from, rule
 
 _NEVER_COMPILED = "whatever else re.compile refuses; the operator never compiles an expression of a manifest"

@@ -35,7 +35,7 @@ REFUSED_INITS = {
 )
 def orthogonal_odd_rank(context: RuleContext) -> Problem | None:
     """Of ranks that some adapter has for certain; which modules patterns and all-linear come to, preflight sees."""
-    lora = _lora(context)
+    lora = context.lora
     ranks = lora.rank_pattern or {}
     used = {target: _rank_for(target, lora) for target in _adapted_names(lora)} if ranks else {"": lora.r}
     odd = [rank for rank in used.values() if rank is not None and rank % 2]
@@ -85,7 +85,7 @@ def _rank_for(target: str, lora: LoraSpec) -> int | None:
     holds_for="every version of peft",
 )
 def rslora_with_alpha(context: RuleContext) -> Problem | None:
-    lora = _lora(context)
+    lora = context.lora
     if not lora.use_rslora or lora.lora_alpha is None or lora.lora_alpha < lora.r or lora.r < 4:
         return None
     factor = lora.r**0.5
@@ -96,10 +96,6 @@ def rslora_with_alpha(context: RuleContext) -> Problem | None:
         fix=f"set {_LORA}.loraAlpha to about {round(lora.lora_alpha / factor) or 1} for the scale that plain LoRA has",
         changes={f"{_LORA}.loraAlpha": min(round(lora.lora_alpha / factor) or 1, lora.r - 1)},
     )
-
-
-def _lora(context: RuleContext) -> LoraSpec:
-    return context.spec.method.lora or LoraSpec()
 
 
 @rule(
@@ -143,7 +139,7 @@ def lora_init_not_supported(context: RuleContext) -> Problem | None:
     holds_for=_PEFT,
 )
 def decomposed_start_with_dora(context: RuleContext) -> Problem | None:
-    lora, kind = _lora(context), context.spec.method.type
+    lora, kind = context.lora, context.spec.method.type
     if not (lora.init_lora_weights.decomposes_base and METHODS[kind].needs.magnitudes):
         return None
     return Problem(

@@ -15,8 +15,6 @@ LORA = "method.lora"
 SETTINGS = "method.settings"
 LISTS = ("targetModules", "excludeModules", "modulesToSave", "feedforwardModules")
 """Lists of names of modules. Methods other than LoRA also take a text, which is a regular expression on whole names."""
-PATTERNS = ("rankPattern", "alphaPattern", "nFrequencyPattern", "blockSizePattern", "lambdaPattern")
-"""Mappings whose keys are regular expressions on the end of a name."""
 _TARGETS = f"{LORA}.targetModules"
 _LAYERS = f"{LORA}.layersToTransform"
 _SAVED = f"{LORA}.modulesToSave"

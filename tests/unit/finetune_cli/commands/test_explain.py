@@ -12,12 +12,13 @@ import yaml
 from typer.testing import CliRunner
 
 from finetune_cli.app import app
+from finetune_cli.checks.cluster import CheckId
 from finetune_cli.commands.explain import explain
 from finetune_cli.render.explanations import explained_text
 from finetune_job.catalogue.book import ENTRIES
 from finetune_job.failures import EXIT_CODES, FailureClass
 from finetune_job.names import Role
-from finetune_job.reasons import ConditionType, Reason
+from finetune_job.reasons import AttemptOutcome, ConditionType, Phase, Reason
 from finetune_job.rules.book import RULES
 from finetune_job.rules.cel.condition import TRANSITIONS
 
@@ -83,6 +84,15 @@ def test_a_rule_is_explained_with_its_evidence():
         ("spec.gpu.resourceName", ("field of FineTuneProfile",)),
         ("status.phase", ("field of FineTuneJob",)),
         ("Stalled", ("Stalled: failure class", "Stalled: condition", "code 53")),
+        ("Stopping", ("Stopping: reason", "Stopping: phase of a job", "its pods are ending")),
+        ("fetching", ("Fetching: phase of a job", "next is preflight")),
+        ("Finishing", ("Finishing: phase of a job",)),
+        ("Resized", ("Resized: outcome of an attempt", "another number of nodes")),
+        ("kubernetes-version", ("check of finetune doctor", "a version that the chart supports")),
+        ("Storage Class", ("storage-class: check of finetune doctor", "the cluster's default")),
+        ("NETWORK_POLICIES", ("network-policies: check of finetune doctor", "both directions")),
+        ("node-isolation", ("check of finetune doctor", "the kubelet of the node")),
+        ("profile", ("profile: check of finetune doctor", "spec.profile: field of FineTuneJob")),
         ("WaitingInLine", ("reason of a condition or an event", "maxActiveJobs")),
     ],
 )
@@ -101,6 +111,9 @@ def test_every_word_that_the_product_prints_is_explained():
         *map(str, EXIT_CODES.values()),
         *ConditionType,
         *Reason,
+        *Phase,
+        *AttemptOutcome,
+        *CheckId,
         *("0", "1", "2", "3", "130"),
     ]
     words += sorted(fields_of_the_crds())

@@ -19,7 +19,7 @@ from finetune_cli.local import local_run
 from finetune_cli.local.claims import claims_of
 from finetune_cli.local.launch import Interruption
 from finetune_cli.local.local_run import LocalRun, next_step, roles_of
-from finetune_cli.local.rank_zero import OBSERVE_FILE, read_progress
+from finetune_cli.local.rank_zero import read_progress
 from finetune_cli.local.run_directory import RunDirectory, RunRecord, read_record
 from finetune_cli.render.run import LiveView
 from finetune_job.api.job import parse_job
@@ -158,11 +158,11 @@ def test_progress_is_asked_of_rank_0(tmp_path):
     assert read_progress(tmp_path, 1) is None
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        (tmp_path / OBSERVE_FILE).write_text(json.dumps({"port": server.server_address[1], "attempt": 1}))
+        (tmp_path / "observe.json").write_text(json.dumps({"port": server.server_address[1], "attempt": 1}))
         assert read_progress(tmp_path, 1) == answer
         assert read_progress(tmp_path, 2) is None
         server.shutdown()
     assert read_progress(tmp_path, 1) is None
     for damaged in ("[]", "{", "[" * 100_000, '{"attempt": 1, "port": []}', '{"attempt": 1, "port": 99999999999999999999}'):
-        (tmp_path / OBSERVE_FILE).write_text(damaged)
+        (tmp_path / "observe.json").write_text(damaged)
         assert read_progress(tmp_path, 1) is None

@@ -30,7 +30,14 @@ def test_a_field_has_its_own_meaning_or_that_of_the_base_class() -> None:
 
 def test_every_kind_of_word_is_listed_with_its_meaning() -> None:
     kinds = {word.kind for word in words()}
-    assert kinds == {"failure class", "exit code of a container", "condition", "reason of a condition or an event"}
+    assert kinds == {
+        "failure class",
+        "exit code of a container",
+        "condition",
+        "reason of a condition or an event",
+        "phase of a job",
+        "outcome of an attempt",
+    }
     assert all(word.meaning for word in words())
     code = str(EXIT_CODES[FailureClass.USER_DATA])
     (exit_code,) = [word for word in words() if word.text == code]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ from finetune_cli.generate_findings import page
 from finetune_job.api.documentation import member_docs
 from finetune_job.catalogue.book import ENTRIES, UndeclaredFindingError, entry_by_id, make_finding
 from finetune_job.failures import FailureClass
-from finetune_job.reasons import ConditionType, Reason
+from finetune_job.reasons import AttemptOutcome, ConditionType, Phase, Reason
 from finetune_job.rules.book import RULES
 from finetune_job.rules.cel import CONDITIONS
-from finetune_job.rules.cel.condition import TRANSITIONS
-from tests.unit.finetune_job.catalogue.sources import collected_ids, finding_calls
+from finetune_job.rules.cel.condition import TRANSITIONS, Transition
+from finetune_job.rules.rule import Rule
+from tests.unit.finetune_job.catalogue.sources import collected_ids, findings_made_by_hand, product
 
 ROOT = Path(__file__).parents[4]
 RULE_IDS = {rule.id for rule in RULES}
@@ -46,7 +48,7 @@ def test_the_collection_sees_literals_helpers_constants_and_records() -> None:
 
 
 def test_findings_are_made_in_one_way() -> None:
-    assert finding_calls() == []
+    assert findings_made_by_hand(product()) == []
 
 
 def test_no_id_means_two_things() -> None:
@@ -85,20 +87,35 @@ def test_an_entry_is_whole_and_its_test_expects_it(identifier: str) -> None:
     assert not entry.fix.endswith(".")
     assert bool(entry.reproduction) != bool(entry.not_reproduced)
     if entry.reproduction:
-        path, _, test = entry.reproduction.partition("::")
-        tree = ast.parse((ROOT / path).read_text())
-        functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-        assert test in functions, f"{path} has no {test}"
-        # In the test itself, in what it is called with, or in a constant of the module.
-        others = [node for node in tree.body if not isinstance(node, ast.FunctionDef)]
-        written = [node for part in (functions[test], *others) for node in ast.walk(part)]
-        assert any(isinstance(node, ast.Constant) and node.value == identifier for node in written), f"{test}: {identifier}"
+        assert identifier in texts_of(entry.reproduction)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_a_rule_has_a_reproduction_or_says_why_it_has_none(rule: Rule) -> None:
+    """Which tests may be named is up to tests/unit/finetune_job/rules/test_reproductions.py."""
+    assert bool(rule.reproduction and rule.reproduction.test) != bool(rule.not_reproduced)
+
+
+@pytest.mark.parametrize("transition", TRANSITIONS, ids=lambda transition: transition.rule)
+def test_a_refused_change_names_the_test_that_makes_it(transition: Transition) -> None:
+    assert any(transition.rule in text for text in texts_of(transition.reproduction))
+
+
+def texts_of(reproduction: str) -> set[str]:
+    """Texts in a test, in what it is called with, and in the constants of its module."""
+    path, _, test = reproduction.partition("::")
+    tree = ast.parse((ROOT / path).read_text())
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert test in functions, f"{path} has no {test}"
+    others = [node for node in tree.body if not isinstance(node, ast.FunctionDef)]
+    nodes = [node for part in (functions[test], *others) for node in ast.walk(part)]
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 def test_the_page_is_generated_from_the_catalogue() -> None:
     assert (ROOT / "docs/findings.md").read_text() == page(), "run: python -m finetune_cli.generate_findings > docs/findings.md"
 
 
-@pytest.mark.parametrize("words", [FailureClass, ConditionType, Reason])
-def test_every_word_of_status_has_a_meaning(words: type[FailureClass | ConditionType | Reason]) -> None:
+@pytest.mark.parametrize("words", [FailureClass, ConditionType, Reason, Phase, AttemptOutcome])
+def test_every_word_of_status_has_a_meaning(words: type[Enum]) -> None:
     assert [word.value for word in words if word.value not in member_docs(words)] == []

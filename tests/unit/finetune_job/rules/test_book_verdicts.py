@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 
 from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec, GpuResource, JobLimits, PublishSettings
 from finetune_job.finding import FieldChange, Finding
 from finetune_job.rules.book import RULES
-from finetune_job.rules.rule import changes_text
+from finetune_job.rules.rule import changes_text, yaml_text
 from tests.unit.finetune_job.rules.manifests import PLAIN, applied, judged, manifest
 
 CPU = FineTuneProfileSpec(trainer_image="trainer@sha256:0")
@@ -1110,6 +1111,18 @@ def test_changes_are_told_as_a_manifest_writes_them():
     values = {"a": "1", "b": "2e-4", "c": "true", "d": COMMIT, "e": "LoRA", "f": 1, "g": ["1", 2], "h": {"k": None}, "i": None}
     told = changes_text(FieldChange(field=name, value=value) for name, value in values.items())
     assert told == f'a: "1", b: "2e-4", c: "true", d: "{COMMIT}", e: LoRA, f: 1, g: ["1", 2], h: {{k: null}}, i removed'
+
+
+@pytest.mark.parametrize("text", ["1", "-2.5e-4", "0x1F", "12:30:45", "2024-01-01", "1_000", ".inf", "-.5", "Off", "~", ""])
+def test_a_text_that_yaml_would_read_as_something_else_has_quotes(text):
+    assert yaml_text(text) == f'"{text}"'
+    assert yaml.safe_load(yaml_text(text)) == text
+
+
+@pytest.mark.parametrize("text", ["LoRA", "100Gi", "8h", "pvc://models/base", "q_proj", "1.5 hours"])
+def test_another_text_has_none(text):
+    assert yaml_text(text) == text
+    assert yaml.safe_load(text) == text
 
 
 def test_errors_come_first():

@@ -23,6 +23,7 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from finetune_job.module_names import ADAPTER
 from finetune_trainer.merge.changes import ModuleMerge
 from finetune_trainer.merge.steps.step import ReadTensor, Scratch, WholeMatrix
 from finetune_trainer.model.meta_device import on_meta_device
@@ -34,8 +35,6 @@ from finetune_trainer.weights.errors import (
 )
 from finetune_trainer.weights.rounding import all_finite, round_into
 
-ADAPTER = "default"
-"""PEFT's name of the adapter."""
 ALIGNMENT = 64
 """Bytes: addresses that agree modulo this are one to the processor's vector instructions."""
 _COMPANION = "shared_extent"
