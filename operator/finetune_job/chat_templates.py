@@ -49,6 +49,14 @@ TEMPLATES: Mapping[str, str] = {
     "Plain": _PLAIN,
 }
 """By name. Plain writes words instead of special tokens, but for the one that ends a text, which every model knows."""
+TEMPLATE_FORMS: Mapping[str, str] = {
+    "ChatML": "turns between <|im_start|> and <|im_end|>, as Qwen and many others have them.",
+    "Gemma": "turns between <start_of_turn> and <end_of_turn>.",
+    "Llama3": "turns behind headers, each ended by <|eot_id|>.",
+    "Mistral": "questions between [INST] and [/INST].",
+    "Plain": "words instead of special tokens, for tokenizers that have none of the others'.",
+}
+"""What each of them writes."""
 ENDS: Mapping[str, str] = {"ChatML": "<|im_end|>", "Gemma": "<end_of_turn>", "Llama3": "<|eot_id|>", "Mistral": "[/INST]"}
 """Token by which a tokenizer shows that it knows the form."""
 JINJA = ("{{", "{%")

@@ -90,6 +90,8 @@ class FieldFacts:
     """Empty for what no run reads."""
     children: tuple[str, ...]
     """Names of the fields below it."""
+    values: tuple[str, ...]
+    """All that it takes, or that a list of it holds; empty: they are not listed."""
 
 
 @cache
@@ -121,6 +123,7 @@ def _facts(kind: str, path: str, node: Schema, *, is_required: bool) -> Iterator
         meaning=str(node.get("description", "")),
         device=DEVICES.get(path, SAME_ON_BOTH) if kind == JOB_KIND and path.startswith("spec") else "",
         children=tuple(properties),
+        values=tuple(inner.get("enum", ())),
     )
     below = f"{path}[]" if node.get("type") == "array" else path
     for name, child in properties.items():

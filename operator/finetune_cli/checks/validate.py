@@ -25,6 +25,7 @@ class DocumentOutcome(StrEnum):
     """Verdict on one document."""
 
     ACCEPTED = "accepted"
+    """No rule speaks against it."""
     REFUSED = "refused"
     """A rule speaks against it."""
     UNUSABLE = "unusable"

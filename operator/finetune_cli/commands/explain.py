@@ -6,10 +6,13 @@ import difflib
 import re
 
 from finetune_cli.checks.cluster import CheckId
+from finetune_cli.checks.validate import DocumentOutcome
+from finetune_cli.corrections.other_tools import answer
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.render.explanations import Explained
 from finetune_job.api.documentation import Word, member_words, words
 from finetune_job.catalogue.book import ENTRIES, entry_by_id
+from finetune_job.chat_templates import TEMPLATE_FORMS
 from finetune_job.fields import FieldFacts, all_fields
 from finetune_job.names import Role
 from finetune_job.rules.book import RULES, rule_by_id
@@ -18,21 +21,24 @@ from finetune_job.rules.cel.condition import TRANSITIONS
 MAX_SUGGESTIONS = 3
 """Most suggestions for an unknown word."""
 _CHECK = "check of finetune doctor"
+_TEMPLATE = "spec.data.chatTemplate"
 
 
 def explain(asked: str) -> list[Explained]:
     """Everything that the word stands for; empty if it stands for nothing.
 
     asked: the id of a finding, a failure class with or without the role that it is reported of (`train/NonFinite`), an exit code,
-    a word of status (condition, reason, phase, outcome of an attempt), a check of `finetune doctor`, or a field by its path or
-    its name alone; in any case, with `-`, `_` or blanks in ids.
+    a word of status (condition, reason, phase, outcome of an attempt), a verdict of `finetune validate`, a check of `finetune
+    doctor`, a value that a field takes, or a field by its path, the end of its path, or its name in another tool; in any case,
+    with `-`, `_` or blanks in ids.
     """
     role, slash, rest = asked.strip().partition("/")
     word = rest if slash and role in set(Role) else asked.strip()
     found = [*_findings(_as_id(word)), *(each for each in _words() if each.text.casefold() in (word.casefold(), _as_id(word)))]
     # Reading the models takes a while, and of all words only checks have the names of fields.
-    may_be_field = all(isinstance(each, Word) and each.kind == _CHECK for each in found)
-    return [*found, *(_fields(word) if may_be_field else [])]
+    if not all(isinstance(each, Word) and each.kind == _CHECK for each in found):
+        return found
+    return [*found, *_fields(word)] or [*_values(word), *_of_another_tool(word)]
 
 
 def nearest(asked: str) -> list[str]:
@@ -55,14 +61,42 @@ def _findings(identifier: str) -> list[Explained]:
 
 
 def _words() -> tuple[Word, ...]:
-    return (*words(), *member_words("exit code of finetune", ExitCode), *member_words(_CHECK, CheckId))
+    return (
+        *words(),
+        *member_words("exit code of finetune", ExitCode),
+        *member_words("verdict of finetune validate", DocumentOutcome),
+        *member_words(_CHECK, CheckId),
+        *(Word(name, "chat template", f"A value of {_TEMPLATE}: {what}") for name, what in TEMPLATE_FORMS.items()),
+    )
 
 
 def _fields(asked: str) -> list[FieldFacts]:
-    """By the whole path; if there is none, by the name alone."""
+    """By the whole path; if there is none, by its end, such as the name alone."""
     path = _path(asked)
     whole = [each for each in all_fields() if _path(each.path) == path]
-    return whole or [each for each in all_fields() if _path(each.path.rpartition(".")[2]) == path]
+    return whole or [each for each in all_fields() if f".{_path(each.path)}".endswith(f".{path}")]
+
+
+def _values(asked: str) -> list[Word]:
+    """As values of fields, of which each is told once with all that takes it."""
+    fields: dict[str, list[FieldFacts]] = {}
+    for field in all_fields():
+        for value in field.values:
+            if value.casefold() == asked.casefold():
+                fields.setdefault(value, []).append(field)
+    return [
+        Word(value, f"value of {', '.join(dict.fromkeys(field.path for field in takers))}", takers[0].meaning)
+        for value, takers in fields.items()
+    ]
+
+
+def _of_another_tool(asked: str) -> list[Word]:
+    equivalent = answer(asked, None, {})
+    return (
+        []
+        if equivalent is None
+        else [Word(asked, "setting of other tools", f"{equivalent.fix[:1].upper()}{equivalent.fix[1:]}.")]
+    )
 
 
 def _forms(field: FieldFacts) -> tuple[str, str]:

@@ -66,6 +66,14 @@ def _attributes(node: ast.ClassDef) -> dict[str, str]:
     return found
 
 
+_ENDS_BY_OTHERS = {
+    "137": "Ended by SIGKILL: HostOutOfMemory if the kubelet says OOMKilled, else Internal, or the end of its pod or node.",
+    "143": "Ended by SIGTERM before the container could report: Preempted.",
+    "OOMKilled": "The kubelet's reason for a container that took more memory than its limit: HostOutOfMemory.",
+}
+"""What Kubernetes itself says of containers."""
+
+
 @dataclass(frozen=True)
 class Word:
     """One word and its meaning."""
@@ -84,6 +92,7 @@ def words() -> tuple[Word, ...]:
     return (
         *(Word(one, "failure class", member_docs(FailureClass)[one], one) for one in FailureClass),
         *(_exit_code(code, failure) for code, failure in sorted(CLASS_OF_EXIT_CODE.items())),
+        *(Word(text, "end of a container", meaning) for text, meaning in _ENDS_BY_OTHERS.items()),
         *member_words("condition", ConditionType),
         *member_words("reason of a condition or an event", Reason),
         *member_words("phase of a job", Phase),

@@ -37,6 +37,7 @@ def test_every_kind_of_word_is_listed_with_its_meaning() -> None:
         "reason of a condition or an event",
         "phase of a job",
         "outcome of an attempt",
+        "end of a container",
     }
     assert all(word.meaning for word in words())
     code = str(EXIT_CODES[FailureClass.USER_DATA])
