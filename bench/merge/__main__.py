@@ -4,7 +4,7 @@ processes.
 Each time runs from the start of the process to the end of the last fsync, imports included; what is verified afterwards is timed
 apart. The ratios are of runs next to each other, because disks swing: of the copies of a round, the fastest one counts, since any
 other has waited for the disk to write back what somebody had left. Prints medians, minima and spread, writes them to
-bench/results, and fails when a tensor differs from PEFT's in a single bit.
+bench/results, and fails if a tensor differs from PEFT's in a single bit, or if a median misses a target of its size.
 """
 
 import argparse
@@ -18,10 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from bench.merge.model import RANK, SIZES, num_bytes, write_adapter, write_base
+from bench.verdicts import Verdict, are_reached, at_least, at_most
 from finetune_trainer.weights.headers import TensorHeader, read_checkpoint
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -32,6 +34,14 @@ SPARE_BYTES = 2 << 30
 COPIES = 3
 """In each round."""
 VERIFICATIONS = 3
+IMPORTS = 3
+"""Of torch alone."""
+SPEEDUPS = {"1.1B": 4.0, "Qwen2 0.5B": 4.0, "GPT-2 medium": 4.0}
+"""Targets: times as fast as PEFT."""
+VERIFIED_SECONDS = {"1.1B": 15.0}
+"""Targets: of a merge and its verification."""
+
+WITH_THE_MERGE = "with the merge"
 
 Runs = dict[str, list[dict[str, Any]]]
 
@@ -39,21 +49,42 @@ Runs = dict[str, list[dict[str, Any]]]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=7, help="how often each contender runs")
-    parser.add_argument("--parameters", choices=SIZES, default="1.1B")
+    parser.add_argument("--parameters", choices=SIZES, nargs="+", default=["1.1B"], help="sizes, one after the other")
     parser.add_argument("--cache", choices=("warm", "cold"), default="warm", help="inputs in the page cache or dropped from it")
     parser.add_argument("--without-peft", action="store_true", help="ours and the copy only: PEFT holds the model in memory")
     parser.add_argument("--without-verification", action="store_true")
     parser.add_argument("--directory", type=Path, help="where to put the models (default: the system's temporary directory)")
     arguments = parser.parse_args()
+    # Each of them, whatever the others come to.
+    return max([compare(parameters, arguments) for parameters in arguments.parameters])
+
+
+def compare(parameters: str, arguments: argparse.Namespace) -> int:
+    """All runs at one size. Prints and records them; 1 if a tensor differs, or a target is missed."""
     models = 2 if arguments.without_peft else 3  # at a time: the base and what is compared
-    require_space(arguments.directory or Path(tempfile.gettempdir()), models * num_bytes(arguments.parameters) + SPARE_BYTES)
+    require_space(arguments.directory or Path(tempfile.gettempdir()), models * num_bytes(parameters) + SPARE_BYTES)
     with tempfile.TemporaryDirectory(prefix="bench-merge-", dir=arguments.directory) as name:
-        result = measure(Path(name), arguments)
-    suffix = "" if arguments.parameters == "1.1B" else f"-{arguments.parameters.replace(' ', '-')}"
+        result = measure(Path(name), parameters, arguments)
+    judged = verdicts(result)
+    result["verdicts"] = [asdict(verdict) for verdict in judged]
+    suffix = "" if parameters == "1.1B" else f"-{parameters.replace(' ', '-')}"
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"merge{suffix}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print_result(result)
-    return 1 if result["different_tensors"] else 0
+    for verdict in judged:
+        print(verdict)
+    return 1 if result["different_tensors"] or not are_reached(judged) else 0
+
+
+def verdicts(result: dict[str, Any]) -> list[Verdict]:
+    """On what was measured, where there is a target for its size."""
+    size, found = result["parameters"], []
+    if result["speedup_over_peft"] and size in SPEEDUPS:
+        found.append(at_least(f"{size}: the speedup over PEFT", result["speedup_over_peft"]["median"], SPEEDUPS[size]))
+    if result["verification"] and size in VERIFIED_SECONDS:
+        seconds = result["verification"][WITH_THE_MERGE]["median_seconds"]
+        found.append(at_most(f"{size}: seconds of a merge with its verification", seconds, VERIFIED_SECONDS[size]))
+    return found
 
 
 def require_space(directory: Path, wanted: int) -> None:
@@ -62,10 +93,10 @@ def require_space(directory: Path, wanted: int) -> None:
         sys.exit(f"{directory}: {free / 1e9:.0f} GB are free, this needs {wanted / 1e9:.0f} GB; give another --directory")
 
 
-def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(directory: Path, parameters: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs the contenders in alternating order. directory: empty, removed by the caller."""
     base, adapter = directory / "base", directory / "adapter"
-    base_bytes, adapter_bytes = write_base(base, arguments.parameters), write_adapter(adapter, arguments.parameters, base)
+    base_bytes, adapter_bytes = write_base(base, parameters), write_adapter(adapter, parameters, base)
     os.sync()
     contenders = ["copy", "ours"] if arguments.without_peft else ["copy", "ours", "peft"]
     runs: Runs = {name: [] for name in contenders}
@@ -90,7 +121,7 @@ def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     copies = [min(runs["copy"][first : first + COPIES], key=seconds_of) for first in range(0, len(runs["copy"]), COPIES)]
     above = statistics.median(run["peak_resident_bytes"] for run in runs["ours"]) - import_only
     return {
-        "parameters": arguments.parameters,
+        "parameters": parameters,
         "base_bytes": base_bytes,
         "adapter_bytes": adapter_bytes,
         "rank": RANK,
@@ -137,13 +168,13 @@ def seconds_of(run: dict[str, Any]) -> float:
 
 def import_seconds(base: Path, adapter: Path, directory: Path) -> float:
     """Of a process that only imports torch."""
-    return statistics.median(run_once("torch", base, adapter, directory / "torch")["seconds"] for _ in range(3))
+    return statistics.median(run_once("torch", base, adapter, directory / "torch")["seconds"] for _ in range(IMPORTS))
 
 
 def verify(base: Path, adapter: Path, directory: Path) -> dict[str, Any]:
     """The command on our output, which it only verifies, and on none, where it merges first, from process start to report."""
     found: dict[str, Any] = {}
-    for name, output in (("alone", directory / "ours"), ("with the merge", directory / "verified")):
+    for name, output in (("alone", directory / "ours"), (WITH_THE_MERGE, directory / "verified")):
         runs = []
         for _ in range(VERIFICATIONS):
             if name != "alone":

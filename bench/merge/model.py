@@ -15,6 +15,10 @@ RANK = 16
 BLOCK_VALUES = 1 << 22
 
 SIZES: dict[str, dict[str, Any]] = {
+    "toy": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 512,
+    },
     "0.1B": {
         "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
         "num_key_value_heads": 4, "vocab_size": 32000,

@@ -4,11 +4,14 @@ Runs examples/quickstart.yaml twice in a temporary directory: once from nothing,
 in which a rank is killed after the first checkpoint. Prints wall and processor seconds of each role (what imports the libraries
 counts as the first role's), then three figures next to their limits, and ends with 1 if one is above its own. Processor time is
 given in imports: what a process takes that imports torch and the libraries around it as a rank does and nothing else, measured
-in between, so that a slow machine fails nothing. About a minute and a half of processor time.
+in between, so that a slow machine fails nothing. About a minute and a half of processor time. `--toy` shows that all of it runs:
+once, with a rank killed and without rehearsal and merge, and judges nothing.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import signal
 import statistics
 import subprocess
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
 from finetune_cli.checks.validate import validate
 from finetune_cli.commands.run import local_plan
@@ -126,9 +130,19 @@ def processor_seconds_of_an_import() -> float:
     return statistics.median(found)
 
 
-def run(claims: Path, *, is_disturbed: bool) -> Costs:
-    """The quick start from its beginning to its end."""
-    job = validate(MANIFEST.read_text()).verdicts[0].job
+def manifest_of_a_toy() -> str:
+    """As many steps, of little, and nothing around them: so many that a rank can be killed in time."""
+    job = yaml.safe_load(MANIFEST.read_text())
+    spec: dict[str, Any] = job["spec"]
+    del spec["evaluation"], spec["data"]["validation"]
+    spec["training"]["globalBatchSize"] = 2
+    spec |= {"preflight": {"rehearsal": "Skip"}, "merge": {"enabled": False}}
+    return json.dumps(job)
+
+
+def run(manifest: str, claims: Path, *, is_disturbed: bool) -> Costs:
+    """A job from its beginning to its end."""
+    job = validate(manifest).verdicts[0].job
     assert isinstance(job, FineTuneJob)
     plan = local_plan(job, own_output=False)
     place = run_directory_of(claims, plan.job)
@@ -154,21 +168,25 @@ def show(title: str, costs: Costs) -> None:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--toy", action="store_true", help="one short run; nothing is judged")
+    is_toy: bool = parser.parse_args().toy
+    manifest = manifest_of_a_toy() if is_toy else MANIFEST.read_text()
     with tempfile.TemporaryDirectory(prefix="bench-starts-") as directory:
         claims = Path(directory)
         make_claims(claims)
-        first = run(claims, is_disturbed=False)
+        first = run(manifest, claims, is_disturbed=is_toy)
         show("from nothing", first)
         imports = processor_seconds_of_an_import()
         print(f"importing the libraries: {imports:.1f} processor seconds")
-        second = run(claims, is_disturbed=True)
+        second = first if is_toy else run(manifest, claims, is_disturbed=True)
         show("again, with a rank killed", second)
     processor = (sum(first.processor.values()), second.processor[Role.PREFLIGHT])
     figures = (*(seconds / imports for seconds in processor), second.recovery_seconds)
     is_within = True
     for (what, limit), figure in zip(LIMITS.items(), figures, strict=True):
         print(f"{what}: {'none' if figure is None else f'{figure:.1f}'} (limit {limit:g})")
-        is_within = is_within and figure is not None and figure <= limit
+        is_within = is_within and figure is not None and (figure <= limit or is_toy)
     return 0 if is_within else 1
 
 

@@ -25,9 +25,8 @@ def ours(directory: Path, method: str, rank: int, world_size: int, reduction: st
     from tests.support.tiny_model import run_context
 
     steps = len(json.loads((directory / "counts.json").read_text()))
-    return trained_as_a_job(
-        run_context(directory, workload.plan_spec(method, steps, world_size, reduction)), directory, rank, world_size
-    )
+    spec = workload.plan_spec(method, steps, world_size, workload.size_in(directory), reduction)
+    return trained_as_a_job(run_context(directory, spec), directory, rank, world_size)
 
 
 def ordered(directory: Path, method: str, rank: int, world_size: int) -> Figures:
@@ -170,11 +169,12 @@ def trl(directory: Path, method: str, rank: int, world_size: int) -> Figures:
             counted["supervised_tokens"] += int((inputs["labels"][:, 1:] != -100).sum())
             return super().compute_loss(model, inputs, *arguments, **named)
 
+    size = workload.size_in(directory)
     settings = SFTConfig(
-        output_dir=str(directory / "trl"), per_device_train_batch_size=workload.MICRO_BATCH, num_train_epochs=1,
-        gradient_accumulation_steps=workload.GLOBAL_BATCH // workload.MICRO_BATCH // world_size,
+        output_dir=str(directory / "trl"), per_device_train_batch_size=size.micro_batch, num_train_epochs=1,
+        gradient_accumulation_steps=size.global_batch // size.micro_batch // world_size,
         learning_rate=workload.RATE, lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, max_grad_norm=1.0,
-        optim="adamw_torch", max_length=workload.LENGTH, packing=True, packing_strategy="bfd", use_cpu=True, bf16=False,
+        optim="adamw_torch", max_length=size.length, packing=True, packing_strategy="bfd", use_cpu=True, bf16=False,
         gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, seed=workload.SEED,
         dataloader_num_workers=0, ddp_backend="gloo" if world_size > 1 else None,
     )  # fmt: skip

@@ -17,25 +17,15 @@ from finetune_trainer.json_lines import read_lines
 from tests.support.forked_ranks import run_processes
 
 STEPS = 4
-TOY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def write_workload(directory: Path, method: str, world_size: int) -> None:
-    make_small()
     from bench.trainer import workload
 
-    workload.write(directory, method, STEPS, world_size)
-
-
-def make_small() -> None:
-    from bench.trainer import workload
-
-    workload.MODEL = {**TOY, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    workload.LENGTH, workload.MICRO_BATCH, workload.GLOBAL_BATCH = 64, 1, 4
+    workload.write(directory, method, STEPS, world_size, workload.TOY)
 
 
 def train(name: str, directory: Path, method: str, world_size: int, rank: int) -> None:
-    make_small()
     from bench.trainer import contender
 
     contenders: dict[str, Callable[..., contender.Figures]] = {"ours": contender.ours, "bare": contender.bare}

@@ -1,57 +1,123 @@
-"""Benchmarks that start processes of their own, on toys: what they measure these cannot show, that they still run, they do.
+"""Every benchmark from start to end, on toys: what it measures these cannot show, that it still runs, they do.
 
-Those that start several processes with the libraries are left for the night, which also runs the benchmarks themselves.
+The operator's pace needs a control plane and is tried in tests/integration/test_operator_pace.py, the chain needs a node and is
+tried in tests/e2e/test_chain.py.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
 from bench.chain import __main__ as chain
+from bench.memory import __main__ as memory
 from bench.memory import packed_load
 from bench.merge import __main__ as merge
 from bench.merge import model
 from bench.preflight import __main__ as preflight
 from bench.prepare import __main__ as prepare
-from bench.prepare.corpus import WORDS, write_records, write_tokenizer
+from bench.spot import __main__ as spot
+from bench.starts import __main__ as starts
 from bench.trainer import __main__ as trainer
 from bench.validate import __main__ as validate
-from finetune_trainer.weights.headers import read_checkpoint
 from tests.support.stack import Stack
-
-TOY = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 512,
-}  # fmt: skip
+from tests.unit.bench import warm_subprocess
 
 
-def test_merging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(model.SIZES, "toy", TOY)
-    base, adapter, output = (tmp_path / name for name in ("base", "adapter", "ours"))
+def run(monkeypatch: pytest.MonkeyPatch, benchmark: ModuleType, *arguments: str) -> int:
+    """As the command is called."""
+    monkeypatch.setattr("sys.argv", [benchmark.__name__, *arguments])
+    code: int = benchmark.main()
+    return code
+
+
+def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(trainer, "RESULTS", tmp_path)
+    monkeypatch.setattr(trainer, "subprocess", warm_subprocess)
+    assert run(monkeypatch, trainer, "--toy", "--ranks", "1", "--runs", "1", "--steps", "6") == 0
+    (record,) = tmp_path.iterdir()
+    world = json.loads(record.read_text())["worlds"]["1"]
+    assert world["problems"] == []
+    assert list(world["contenders"]) == ["ours", "bare", "trl"]
+    for found in world["contenders"].values():
+        assert found["supervised_tokens"] > 0
+        assert found["tokens_per_second"][0] > 0
+        assert 0 < found["final_loss"] < 10
+    assert world["contenders"]["trl"]["stated"]["distribution"] == "one process"
+    assert [verdict["target"] for verdict in world["verdicts"]] == ["more than 1", "at least 0.97"]
+    assert "ours / trl, tokens_per_cpu_second: median" in capsys.readouterr().out
+
+
+def test_merging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(merge, "RESULTS", tmp_path)
+    monkeypatch.setattr(merge, "subprocess", warm_subprocess)
+    for times in ("COPIES", "VERIFICATIONS", "IMPORTS"):
+        monkeypatch.setattr(merge, times, 1)
+    assert run(monkeypatch, merge, "--parameters", "toy", "--pairs", "1") == 0
+    (record,) = tmp_path.iterdir()
+    found = json.loads(record.read_text())
+    # Embeddings, head and the last norm, and seven linear layers and two norms in each of two.
+    assert (found["num_tensors"], found["different_tensors"], found["verdicts"]) == (21, [], [])
+    assert all(found[name]["median_seconds"] > 0 for name in ("copy", "ours", "peft"))
+    assert found["compute"]["threads"] > 0
+    assert {name: len(each["seconds"]) for name, each in found["verification"].items()} == {"alone": 1, "with the merge": 1}
+    assert "tensors: 21, different from PEFT's: 0" in capsys.readouterr().out
+
+
+def test_a_merge_changes_the_layers_that_are_adapted(tmp_path: Path) -> None:
+    """What is compared with PEFT's is not the base."""
+    base, other = tmp_path / "base", tmp_path / "other"
     model.write_base(base, "toy")
-    model.write_adapter(adapter, "toy", base)
-    assert merge.run_once("ours", base, adapter, output)["seconds"] > 0
-    assert read_checkpoint(output).tensors.keys() == read_checkpoint(base).tensors.keys()
-    changed = merge.different_tensors(base, output)
-    # Seven linear layers in each of two.
-    assert len(changed) == 14
-    assert all(name.endswith("_proj.weight") for name in changed)
+    model.write_base(other, "toy")
+    assert merge.different_tensors(base, other) == []
+    with (other / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x01")
+    assert merge.different_tensors(base, other) == ["lm_head.weight"]
 
 
-@pytest.mark.nightly
-def test_preparing(tmp_path: Path) -> None:
-    records = tmp_path / "records.jsonl"
-    write_records(records, 50_000)
-    write_tokenizer(tmp_path / "model", records, WORDS)
-    peak, counts = prepare.run_once("ours", records, tmp_path / "model", tmp_path / "output", 1)
-    assert peak > 0
-    assert counts["records"] == len(records.read_text().splitlines())
-    assert counts["tokens"] > 0
+def test_starting(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(starts, "IMPORTS", 1)
+    monkeypatch.setattr(starts, "IMPORT", "import pydantic")
+    assert run(monkeypatch, starts, "--toy") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {"preflight", "train", "all"} <= {line.split()[0] for line in lines}
+    assert [line.partition(": ")[0] for line in lines[-3:]] == [
+        "processor time of the run, in imports",
+        "processor time of preflight with a kept verdict, in imports",
+        "seconds from the kill of a rank to the next trained step",
+    ]
+    assert not any(": none" in line for line in lines[-3:])
+
+
+def test_predicting_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(memory, "CASES", memory.CASES[:2])
+    assert run(monkeypatch, memory) == 0
+    assert "CPU: 2 cases, largest error " in capsys.readouterr().out
+
+
+def test_spot_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(spot, "RESULTS", Path("/nowhere"))
+    assert run(monkeypatch, spot, "--runs", "1", "--node-hours", "1") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "1 node hours of work on 8 spot nodes, 1 traces" in lines[0]
+    assert [line.split("  ")[1] for line in lines[1:4]] == ["fixed size", "elastic", "elastic, adaptive saves"]
+
+
+def test_preparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(prepare, "RESULT", tmp_path / "prepare.json")
+    monkeypatch.setattr(prepare, "subprocess", warm_subprocess)
+    arguments = ("--bytes", "0.05MB", "--runs", "1", "--processes", "1", "--tokenizer", "words")
+    assert run(monkeypatch, prepare, *arguments) == 0
+    found = json.loads((tmp_path / "prepare.json").read_text())
+    assert found["different_counts"] == []
+    assert found["ours"]["counts"]["records"] > 10
+    assert found["ours"]["peak_bytes"][0] > 0
+    assert "different counts: none" in capsys.readouterr().out
 
 
 def test_the_chain_of_a_job_that_fails_has_no_figures() -> None:
@@ -59,32 +125,6 @@ def test_the_chain_of_a_job_that_fails_has_no_figures() -> None:
     stack = Mock(spec=Stack, **{"wait_for_condition.return_value": failed})
     with pytest.raises(RuntimeError, match=r"(?s)mine did not succeed.*TrainingFailed"):
         chain.on_the_node(stack, "mine")
-
-
-def run_of(loss: float, seconds: float, tokens: int = 400) -> dict[str, object]:
-    """Figures of one rank: two steps to warm up, and two."""
-    starts = [0.0, 9.0, 10.0, 10.0 + seconds / 2, 10.0 + seconds]
-    return {
-        "starts": starts, "busy": [each / 2 for each in starts], "losses": [9.0, loss, loss, loss], "peak_resident_bytes": 10**9,
-        "supervised_tokens": tokens,
-    }  # fmt: skip
-
-
-def test_rates_of_training_and_what_makes_them_void(capsys: pytest.CaptureFixture[str]) -> None:
-    counts = [[100, 100]] * 4
-    ours = trainer.evaluated("ours", [run_of(5.0, 2.0)], counts)
-    bare = trainer.evaluated("bare", [run_of(5.2, 4.0)], counts)
-    # 200 tokens in the two steps that count.
-    assert (ours["tokens_per_second"], ours["tokens_per_cpu_second"], ours["final_loss"]) == (100.0, 200.0, 5.0)
-    assert bare["tokens_per_second"] == 50.0
-    assert trainer.problems({"ours": [ours], "bare": [bare]}) == ["final loss 5.0000 is not the bare loop's 5.2000 within 3%"]
-    short = trainer.evaluated("ours", [run_of(5.1, 2.0, tokens=399)], counts)
-    assert trainer.problems({"ours": [short], "bare": [bare]}) == ["ours trained 399 supervised_tokens, expected 400"]
-    contenders = {"ours": trainer.summary([ours]), "bare": trainer.summary([bare])}
-    trainer.show({"contenders": contenders, "problems": ["one"]}, 1, 2)
-    shown = capsys.readouterr().out
-    assert "ours / bare, tokens_per_second: median 2.000 (2.000 to 2.000)" in shown
-    assert "PROBLEM: one" in shown
 
 
 def test_what_a_gpu_would_show(capfd: pytest.CaptureFixture[str]) -> None:
@@ -151,11 +191,10 @@ def test_loading_a_packed_base(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert [row[:2] for row in rows] == [["2", "2"]] * 2
 
 
-@pytest.mark.nightly
 def test_looking_at_a_declared_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(preflight, "MODELS", {"toy": {**preflight.LLAMA_70B, **TOY}})
+    monkeypatch.setattr(preflight, "MODELS", {"toy": {**preflight.LLAMA_70B, **model.SIZES["toy"]}})
     monkeypatch.setattr(preflight, "RESULT", tmp_path / "preflight.json")
-    monkeypatch.setattr(preflight, "BARE", "import torch")
+    monkeypatch.setattr(preflight, "BARE", "import pydantic")
     # How fast and how large a look at a real model is, the benchmark itself says.
     monkeypatch.setattr(preflight, "LIMIT_SECONDS", 300.0)
     monkeypatch.setattr(preflight, "LIMIT_BYTES", 8 << 30)

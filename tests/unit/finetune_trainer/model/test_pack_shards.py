@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,6 +99,33 @@ def test_a_row_without_a_norm_is_refused_when_it_is_packed(tmp_path: Path, monke
     gang: Any = SimpleNamespace(rank=0, world_size=1, device=CPU)
     with pytest.raises(ConfigError, match=r"the weight of up has a row of zeros \(number 2\)"):
         fill_packed({"up.weight": layer}, [], gang)
+
+
+@pytest.mark.parametrize(("rank", "world_size", "most"), [(0, 1, 2), (0, 2, 2), (1, 2, 3)])
+def test_a_rank_has_two_or_three_packed_weights_in_memory_however_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int, most: int
+) -> None:
+    """The one before, which is let go with the next one's coming, the one that comes, and the rank's own if its turn is later."""
+    alive: weakref.WeakSet[PackedWeight] = weakref.WeakSet()
+    counts: list[int] = []
+
+    class Counted(PackedWeight):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            alive.add(self)
+
+    monkeypatch.setattr(pack_shards, "PackedWeight", Counted)
+    monkeypatch.setattr(pack_shards.dist, "broadcast", lambda *_, **__: counts.append(len(alive)))
+    weight = torch.randn(4, 32, generator=torch.Generator().manual_seed(6))
+    layers = {f"{number}.weight": layer_of(tmp_path, weight, "nf4", nested=False) for number in range(8)}
+    # Of none of them this rank keeps a part.
+    pieces: Any = [SimpleNamespace(name=name, start=0, stop=0) for name in layers]
+    gang: Any = SimpleNamespace(rank=rank, world_size=world_size, device=CPU)
+    fill_packed(layers, pieces, gang)
+    assert len(counts) == 8
+    assert max(counts) <= most
+    assert all(layer.module.quant_state.shape == (4, 32) for layer in layers.values())
+    assert not alive
 
 
 def test_layers_are_found_by_the_names_of_their_weights_in_one_order(tmp_path: Path) -> None:

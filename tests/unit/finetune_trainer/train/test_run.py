@@ -3,6 +3,7 @@ kill."""
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from collections.abc import Callable
@@ -84,6 +85,19 @@ class Noted:
         wrap("train.run:build", noted)
 
 
+@dataclass(frozen=True)
+class Said:
+    """Keeps what the first rank says of its run."""
+
+    directory: Path
+
+    def arm(self, rank: int) -> None:
+        if rank == 0:
+            logger = logging.getLogger("finetune_trainer.train.run")
+            logger.setLevel(logging.INFO)
+            logger.addHandler(logging.FileHandler(self.directory / "said"))
+
+
 def run(context: RunContext, *disturbances: Disturbance) -> list[int]:
     return run_gang(context, [ScriptedLosses(), *disturbances])
 
@@ -101,9 +115,14 @@ def history_of(context: RunContext) -> list[dict[str, Any]]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunContext:
     directory = tmp_path_factory.mktemp("undisturbed")
     context = run_context(directory, SPEC)
-    assert run(context, Noted(directory)) == [0, 0]
+    assert run(context, Noted(directory), Said(directory)) == [0, 0]
     assert [(directory / f"chosen-{rank}").read_text() for rank in (0, 1)] == ["True/None "] * 2
     return context
+
+
+def test_a_start_at_step_0_is_said(undisturbed: RunContext) -> None:
+    said = (undisturbed.claims_root / "said").read_text().splitlines()
+    assert said[0] == "starting at step 0 of 12: the workspace knows no step that was completed before"
 
 
 def test_a_run_that_no_longer_gets_better_ends_well_with_its_best_checkpoint(undisturbed: RunContext) -> None:
@@ -164,7 +183,8 @@ def test_a_resumed_run_decides_as_the_undisturbed_one(undisturbed: RunContext, t
     write_model_report(context, reshard_after_forward=False, batches=[full])
     codes = run(context, fault, Noted(tmp_path))
     assert codes[fault.rank] == (-SIGKILL if fault.signal == SIGKILL else EXIT_CODES[FailureClass.PREEMPTED])
-    assert run(context, Noted(tmp_path), LossesCallForSaves()) == [0, 0]
+    assert run(context, Noted(tmp_path), Said(tmp_path), LossesCallForSaves()) == [0, 0]
+    assert (tmp_path / "said").read_text().startswith("resuming after step ")
     assert [(tmp_path / f"chosen-{rank}").read_text() for rank in (0, 1)] == ["False/Full False/Full "] * 2
     facts, expected = report_of(context).facts, report_of(undisturbed).facts
     same = ("stopped_early_at", "exported_step", "best_eval_loss", "eval_loss", "loss", "step", "tokens", "adapter_sha256")
