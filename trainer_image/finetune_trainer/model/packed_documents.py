@@ -2,7 +2,7 @@
 
 Masks for code that does not ask for them; positions for models with two sets of frequencies (longrope: Phi 3 to 4, Phi 3.5 MoE),
 one of which is chosen for each document. What a model masks by itself stays as it is; preflight measures whether documents are
-apart (preflight/packing.py).
+apart (preflight/packing.py). Padding has positions of its own like a document, so no model need look for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import masking_utils
+from transformers import PreTrainedModel, masking_utils
 
 LONGROPE = "longrope"
 _MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
@@ -30,6 +30,19 @@ def install_document_masks(model: nn.Module) -> None:
         for name in _MAKERS:
             if space is not vars(masking_utils) and space.get(name) is getattr(masking_utils, name):
                 space[name] = _with_positions(space[name])
+
+
+def leave_padding_unchecked(model: nn.Module) -> None:
+    """Let no model of the library look for padding in a batch without a mask: the host would wait for the device at each call,
+    for a warning that does not hold for packed documents. Calling it again changes nothing.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = _unchecked
+
+
+def _unchecked(_input_ids: torch.Tensor, _attention_mask: torch.Tensor | None) -> None:
+    """In place of `PreTrainedModel.warn_if_padding_and_no_attention_mask`."""
 
 
 @contextmanager

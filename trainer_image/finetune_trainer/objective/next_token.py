@@ -24,6 +24,7 @@ class NextToken:
         head.install(model)
         packed_documents.install_document_masks(model)
         packed_documents.install_longrope_by_document(model)
+        packed_documents.leave_padding_unchecked(model)
 
     def num_terms(self, data: PreparedSplit, sequences: Sequence[int]) -> int:
         """Supervised tokens."""

@@ -51,7 +51,7 @@ def check_fp8(inputs: StepInputs) -> Fp8Figures:
         for in_fp8 in (False, True):
             with nullcontext() if in_fp8 else without_fp8(model):
                 done = compute_gradients(inputs, step=0, weight=1 / max(terms, 1))
-            losses.append(done.loss)
+            losses.append(done.losses.sum())
             gradients.append([gradient.float().clone() for gradient in local_gradients(model)])
             model.zero_grad(set_to_none=True)
     figures = _compared(losses, gradients, inputs.gang)

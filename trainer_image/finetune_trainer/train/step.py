@@ -69,7 +69,8 @@ class StepBatches:
 class StepTotals:
     """What the forward and backward passes of one step did on this rank."""
 
-    loss: torch.Tensor
+    losses: torch.Tensor
+    """[N] float64, of each virtual rank that counts here; [1] if there are none."""
     tokens: int = 0
     squared_document_lengths: int = 0
     data_seconds: float = 0.0
@@ -104,16 +105,17 @@ def optimizer_step(
     model, batches, gang, max_norm = inputs.model, inputs.batches, inputs.gang, inputs.training.max_grad_norm
     clock = _Clock(gang.device)
     terms = inputs.objective.num_terms(batches.data, batches.sequences(step))
-    data_seconds, scale, is_ordered = 0.0, loss_scale, batches.virtual is not None
+    data_seconds, scale, virtual = 0.0, loss_scale, batches.virtual
     # FSDP averages gradients over ranks; the global mean over terms needs their sum.
-    num_averaged = 1 if is_ordered else gang.world_size
+    num_averaged = 1 if virtual else gang.world_size
     while True:
         done = compute_gradients(inputs, step=step, weight=scale * num_averaged / max(terms, 1))
         data_seconds += done.data_seconds
         gradients = local_gradients(model)
         # The only place in a step where the host waits for the device.
-        local_loss, squares = torch.stack([done.loss, squared_norm(gradients, gang.device).double()]).tolist()
-        if is_ordered and not gang.is_first:
+        *losses, squares = torch.cat([done.losses, squared_norm(gradients, gang.device).double().view(1)]).tolist()
+        local_loss = summed_in_order(losses, virtual) if virtual else losses[0]
+        if virtual and not gang.is_first:
             # Every rank has the whole sums.
             local_loss = squares = 0.0
         by_rank = [0.0] * gang.world_size
@@ -167,7 +169,7 @@ def _passes(
     comes after this one.
     """
     model, objective, training, gang = inputs.model, inputs.objective, inputs.training, inputs.gang
-    done = StepTotals(torch.zeros((), dtype=torch.float64, device=gang.device))
+    done = StepTotals(torch.zeros(1, dtype=torch.float64, device=gang.device))
     for micro_step in range(training.gradient_accumulation_steps):
         batch, waited = inputs.batches.take(step, micro_step, number)
         done.data_seconds += waited
@@ -179,12 +181,12 @@ def _passes(
         with reducing(model, inputs.reduction, is_last=is_last):
             loss = objective.weighted_loss(model, batch, weight, gang.device, inputs.autocast)
             torch.autograd.backward(loss)
-        done.loss += loss.detach()
+        done.losses += loss.detach()
     return done
 
 
 def _ordered(passes: Callable[..., StepTotals], model: nn.Module, virtual: VirtualRanks) -> StepTotals:
-    """`passes` of each virtual rank in turn; loss and gradients are then the sums over all of them, on every rank."""
+    """`passes` of each virtual rank in turn; gradients are then the sums over all of them, on every rank."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients, counted, data_seconds = [], [], 0.0
     for number in range(virtual.rounds):
@@ -196,9 +198,8 @@ def _ordered(passes: Callable[..., StepTotals], model: nn.Module, virtual: Virtu
             gradients.append(found)
             counted.append(of_round)
     take_gradients(trained, ordered_sum(gradients, virtual))
-    losses = torch.stack([each.loss for each in counted])
     return StepTotals(
-        loss=torch.full_like(losses[0], summed_in_order(losses.tolist(), virtual)),
+        losses=torch.cat([each.losses for each in counted]),
         tokens=sum(each.tokens for each in counted),
         squared_document_lengths=sum(each.squared_document_lengths for each in counted),
         data_seconds=data_seconds,

@@ -137,7 +137,7 @@ def test_a_batch_in_which_nothing_is_learnt_passes_unless_fp8_alone_loses_someth
 ) -> None:
     check, _ = checked
     in_turn = iter((0.0, 0.0, 0.0, 1.0))
-    monkeypatch.setattr(fp8_gate, "compute_gradients", lambda *_, **__: StepTotals(torch.tensor(next(in_turn))))
+    monkeypatch.setattr(fp8_gate, "compute_gradients", lambda *_, **__: StepTotals(torch.tensor([next(in_turn)])))
     assert check() == Fp8Figures(loss_difference=0.0, cosine=1.0)
     with pytest.raises(ConfigError, match=r"differs by [+]nan%"):
         check()

@@ -17,22 +17,32 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
-from finetune_job.api.inputs import Attention
+from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.data import batches as data_batches
-from finetune_trainer.data.batches import PreparedSplit
-from finetune_trainer.model import sharded, variable_length
+from finetune_trainer.model import variable_length
 from finetune_trainer.objective import next_token
-from finetune_trainer.objective.next_token import NextToken
-from finetune_trainer.ranks.gang import Gang
-from finetune_trainer.train.optimizers import build_optimizer
-from finetune_trainer.train.step import StepBatches, StepInputs, optimizer_step
-from tests.support.tiny_model import plan_of, prepared_split, tiny_spec, write_tiny_llama
+from tests.support.shapes import SmallRun, plan_of_shape, write_shape
 
-WAITS = {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "nonzero", "unique"}
-"""Functions of tensors that give the host a value, or a shape that depends on values."""
-OPERATORS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal"}
-"""The same below, where torch's own code asks."""
+WAITS = {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "is_nonzero"}
+"""Functions of tensors that give the host a value."""
+OPERATORS = {
+    "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::bincount", "aten::_unique2",
+    "aten::unique_consecutive", "aten::unique_dim", "aten::unique_dim_consecutive",
+}  # fmt: skip
+"""The same below, where torch's own code asks; and those whose result has as many values as the values say."""
+INDEXING = {"aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+"""Those that look for the elements first if an index is a mask."""
+
+
+def waits_for_a_value(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether this operator lets the host wait for a device that its arguments are on."""
+    if name in INDEXING:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if name == "aten::repeat_interleave.Tensor":
+        return kwargs.get("output_size") is None
+    return name in OPERATORS
 
 
 class HostWaits(TorchDispatchMode):
@@ -62,7 +72,7 @@ class HostWaits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.has((args, kwargs)):
-            if func.name() in OPERATORS:
+            if waits_for_a_value(func.name(), args, kwargs or {}):
                 self.wait()
             self.put(*(each for each in tree_leaves(result) if isinstance(each, torch.Tensor)))
         return result
@@ -85,11 +95,9 @@ class Asked(TorchFunctionMode):
 
 @pytest.fixture
 def waits_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    def found(attention: Attention, *, also: Callable[[torch.Tensor], object] = lambda _: None) -> list[str]:
+    def found(plan: RunPlan, kind: str = "llama", *, also: Callable[[torch.Tensor], object] = lambda _: None) -> list[str]:
         """In the second step; the first makes the optimizer's state."""
-        spec = tiny_spec(training={"microBatchSize": 2}, parallelism={"processesPerNode": 1})
-        plan, gang = plan_of(spec).with_attention(attention), Gang(0, 1, 0, torch.device("cpu"), None)
-        waits, objective = HostWaits(), NextToken()
+        waits = HostWaits()
 
         def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
             moved = data_batches.to_device(tensor, device).clone()
@@ -103,32 +111,49 @@ def waits_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
         monkeypatch.setattr(next_token, "to_device", to_device)
         monkeypatch.setattr(variable_length, "to_device", to_device)
         monkeypatch.setattr(variable_length, "_kernel", lambda _: kernel)
-        trained = sharded.build(plan, write_tiny_llama(tmp_path / "base"), gang, objective)
-        optimizer = build_optimizer(trained.pieces, plan)
-        split = PreparedSplit.of(prepared_split(8, 1), pad_token_id=256)
-        batches = StepBatches(split, plan.training, gang)
-        inputs = StepInputs(trained.module, objective, batches, plan.training, gang, autocast=None)
-
-        def step(number: int) -> None:
-            optimizer_step(inputs, optimizer, step=number, learning_rate=1e-3, stop_requested=False)
-
-        step(0)
-        waits.put(*trained.module.parameters(), *trained.module.buffers())
+        run = SmallRun(plan, write_shape(tmp_path / "base", kind))
+        run.step(0)
+        waits.put(*run.model.parameters(), *run.model.buffers())
         with waits, Asked(waits):
-            step(1)
+            run.step(1)
         # What stands for the kernel reads the bounds.
         return [name for name in waits.found if name != "by_document"]
 
     return found
 
 
-def test_a_step_waits_for_the_device_once(waits_of: Callable[..., list[str]]) -> None:
-    assert waits_of(Attention.VARLEN) == ["optimizer_step"]
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral", "gpt2"])
+def test_a_step_waits_for_the_device_once(waits_of: Callable[..., list[str]], kind: str) -> None:
+    """Of Mixtral: transformers sorts the tokens by experts and multiplies in groups (grouped_mm), which looks at no value in 16
+    bits on a device of compute capability 9.0 and above. Its own loop over the experts would look at each layer's.
+    """
+    assert waits_of(plan_of_shape(kind, is_fast=True), kind) == ["optimizer_step"]
+
+
+def test_a_loop_over_experts_would_wait_in_each_layer(
+    waits_of: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is why the product leaves the choice to transformers."""
+    monkeypatch.setattr(PreTrainedModel, "get_correct_experts_implementation", lambda *_: "eager")
+    waits = waits_of(plan_of_shape("mixtral", is_fast=True), "mixtral")
+    # For the experts that any token goes to, of two layers of two micro-batches, and for the tokens of each.
+    assert waits.count("forward") > 4
+
+
+def test_so_does_a_step_of_virtual_ranks(waits_of: Callable[..., list[str]]) -> None:
+    """Each of the two computes one micro-batch, and the losses are read together."""
+    plan = plan_of_shape("llama", is_fast=True, ranks=2, reduction="Ordered")
+    assert waits_of(plan) == ["optimizer_step"]
 
 
 def test_a_mask_takes_a_wait_for_each_micro_batch(waits_of: Callable[..., list[str]]) -> None:
     """transformers looks whether a batch is packed at all, by its values: of two micro-batches in a step."""
-    assert waits_of(Attention.SDPA) == ["find_packed_sequence_indices"] * 2 + ["optimizer_step"]
+    assert waits_of(plan_of_shape("llama", is_fast=False)) == ["find_packed_sequence_indices"] * 2 + ["optimizer_step"]
+
+
+def test_gemma_2_takes_two_because_it_has_two_masks(waits_of: Callable[..., list[str]]) -> None:
+    """One with its window and one without; attention by bounds has no cap of scores."""
+    assert waits_of(plan_of_shape("gemma2", is_fast=True), "gemma2") == ["find_packed_sequence_indices"] * 4 + ["optimizer_step"]
 
 
 @pytest.mark.parametrize(
@@ -137,13 +162,39 @@ def test_a_mask_takes_a_wait_for_each_micro_batch(waits_of: Callable[..., list[s
         torch.Tensor.tolist,
         torch.Tensor.cpu,
         torch.nonzero,
+        torch.argwhere,
+        torch.unique,
+        torch.unique_consecutive,
+        lambda each: torch.unique_consecutive(each, dim=0),
+        lambda each: torch.where(each > 0),
+        lambda each: torch.masked_select(each, each > 0),
+        lambda each: torch.equal(each, each + 1),
+        lambda each: torch.bincount((each.flatten() > 0).long()),
+        lambda each: torch.repeat_interleave((each.flatten() > 0).long()),
+        lambda each: each[each > 0],
+        lambda each: each.detach().clone().index_put_((each > 0,), each.detach()[0, 0, :1]),
+        lambda each: 3.0 in each,
         lambda each: bool(each.sum() > 0),
         lambda each: float(each.sum().detach()),
     ],
 )
 def test_every_way_to_ask_is_noticed(waits_of: Callable[..., list[str]], ask: Callable[[torch.Tensor], object]) -> None:
     """Guards the tests above: in each of two layers of two micro-batches."""
-    assert len(waits_of(Attention.VARLEN, also=ask)) == 5
+    assert len(waits_of(plan_of_shape("llama", is_fast=True), also=ask)) == 5
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda each: each[torch.zeros(3, dtype=torch.int64)],
+        lambda each: each.repeat_interleave(2, dim=0),
+        lambda each: torch.where(each > 0, each, 0.0),
+        lambda each: each.masked_fill(each > 0, 0.0),
+        torch.Tensor.contiguous,
+    ],
+)
+def test_what_takes_no_value_is_no_wait(waits_of: Callable[..., list[str]], ask: Callable[[torch.Tensor], object]) -> None:
+    assert waits_of(plan_of_shape("llama", is_fast=True), also=ask) == ["optimizer_step"]
 
 
 def test_a_gpu_copies_from_pages_that_stay_where_they_are() -> None:
