@@ -38,6 +38,8 @@ from finetune_trainer.data.tokenizer_files import (
     import_renderer,
     keep_rest_of_transformers_out,
 )
+from finetune_trainer.inspection.base_name import adapter_base_problem
+from finetune_trainer.inspection.model_files import inspect_model_files
 from finetune_trainer.preflight.places import not_vacant, not_writable
 from finetune_trainer.processes.start import die_with, keep_torch_out
 
@@ -89,7 +91,8 @@ def answer(order: Mapping[str, Any], parent: int) -> bytes:
 
 def look(order: Mapping[str, Any]) -> dict[str, Any]:
     """order: `claims_root`, `settings`, `sources` with the fields of DatasetPlan, `model` (a directory, or None), `limit` and
-    `shown` (records of each source), `only_existing` (sources that are not there are left out), `places` to write to.
+    `shown` (records of each source), `only_existing` (sources that are not there are left out), `model_files` to look at and
+    `places` to write to, or None.
     """
     root = Path(order["claims_root"])
     written = order["settings"]
@@ -103,7 +106,7 @@ def look(order: Mapping[str, Any]) -> dict[str, Any]:
     found = [_files_of(each, root) for each in order["sources"]]
     if order["only_existing"]:
         found = [each for each in found if not _is_absent(each)]
-    findings = [*_check_places(order["places"], root)]
+    findings = [*_check_places(order["places"], root), *_check_model(order["model_files"])]
     shared = find_shared((each.named, each.files, ()) for each in found)
     tokenizer, told = _tokenizer(order["model"], settings)
     findings += told
@@ -147,6 +150,18 @@ def _check_places(places: Mapping[str, Any] | None, root: Path) -> Iterator[Find
         problem = not_vacant("spec.output.destination", output, [Path(path) for path in places["results"]])
         if problem is not None:
             yield problem
+
+
+def _check_model(model: Mapping[str, Any] | None) -> Sequence[Finding]:
+    """Of the base model's files, if they ought to be here. adapter_base: by what name the plan knows it; None: no adapter."""
+    if model is None:
+        return ()
+    directory = Path(model["directory"])
+    findings = inspect_model_files(directory, model["address"], Path(model["claim"])).findings
+    if findings or model["adapter_base"] is None:
+        return findings
+    named = adapter_base_problem(model["adapter_base"], directory)
+    return () if named is None else (named,)
 
 
 def _tokenizer(directory: str | None, settings: DataSettings) -> tuple[FileTokenizer | None, list[Finding]]:

@@ -35,7 +35,7 @@ FineTuneJob tuned: accepted
   2 ranks; on GPUs if the profile names one, which is not known here (--profile), or if this machine has them
 
   Left open by the manifest, and chosen:
-    model.attention  """
+    model.hubName  """
 
 
 def test_text_of_a_refused_job():

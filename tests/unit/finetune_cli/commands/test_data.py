@@ -45,7 +45,11 @@ MANIFEST = {
 
 @pytest.fixture
 def claims(tmp_path):
-    byte_tokenizer(["<|im_start|>", "<|im_end|>"], eos_token="<|im_end|>").save_pretrained(tmp_path / "claims/models/base")
+    base = tmp_path / "claims/models/base"
+    byte_tokenizer(["<|im_start|>", "<|im_end|>"], eos_token="<|im_end|>").save_pretrained(base)
+    (base / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1}')
+    header = b'{"model.norm.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+    (base / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     write(
         tmp_path / "claims/data/train.jsonl", [CHAT, {"messages": [CHAT["messages"][0], {**CHAT["messages"][1], "content": "b"}]}]
     )
@@ -164,6 +168,63 @@ def test_a_mistake_is_told_within_a_second_and_without_torch(claims, data, rule,
     assert f"error: {rule}" in done.stdout
     assert fix in " ".join(done.stdout.split())
     assert seconds < allowed
+
+
+@pytest.mark.parametrize("command", [VALIDATE, RUN])
+@pytest.mark.parametrize(
+    ("wrong", "rule", "said"),
+    [
+        ("directory", "model-directory-missing", "is not a directory on its claim; next to it are base-2"),
+        ("config.json", "model-config-unreadable", "CLAIMS/models/base/config.json"),
+        ("model.safetensors", "model-weights-missing", "holds neither model.safetensors nor model.safetensors.index.json"),
+    ],
+)
+def test_a_wrong_model_is_told_within_a_second_with_the_users_own_path(claims, command, wrong, rule, said):
+    base = claims / "models/base"
+    if wrong == "directory":
+        base.rename(claims / "models/base-2")
+    else:
+        (base / wrong).unlink()
+    allowed = FIRST_ANSWER_SECONDS * slowness()
+    done, seconds = timed(claims, *command, enough=allowed)
+    assert done.returncode == 1, done.stderr
+    told = "".join(done.stdout.split())
+    assert f"error:{rule}" in told
+    assert "field:spec.model.source" in told
+    assert "".join(said.replace("CLAIMS", str(claims)).split()) in told
+    assert ".finetune" not in told
+    assert seconds < allowed
+
+
+def test_an_adapter_without_a_name_for_its_base_is_told_before_it_is_trained(claims):
+    done = finetune(claims, *VALIDATE)
+    assert done.returncode == 0, done.stdout
+    assert "warning: adapter-base-unnamed" in done.stdout
+    assert "set spec.model.hubName" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--claims", "/nosuch"), "spec.model.source: claim models is the directory /nosuch/models, which does not exist; say"),
+        (("--claims", "CLAIMS", "--claim", "data=/nosuch"), "--claim data=/nosuch: this directory does not exist"),
+        (("--claims", "CLAIMS", "--claim", "dta=/nosuch"), "--claim dta: the job names no such claim; it names models, data"),
+    ],
+)
+def test_a_mistyped_path_of_claims_is_told(claims, arguments, said):
+    done = finetune(claims, "validate", "-f", "JOB", *arguments)
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())
+
+
+def test_validate_names_the_claims_that_it_did_not_look_at(claims):
+    (claims / "models").rename(claims.parent / "models")
+    done = finetune(claims, *VALIDATE)
+    assert done.returncode == 0
+    said = (
+        f"tuned: spec.model.source: claim models is the directory {claims}/models, which does not exist, so it is not looked at"
+    )
+    assert said in " ".join(done.stderr.split())
 
 
 def test_a_run_is_refused_where_results_exist_or_cannot_be_written(claims):

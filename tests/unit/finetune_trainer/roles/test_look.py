@@ -57,6 +57,7 @@ def order(claims, data, **changes):
         "limit": 100,
         "shown": 1,
         "only_existing": False,
+        "model_files": None,
         "places": None,
     } | changes
 
