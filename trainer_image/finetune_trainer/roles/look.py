@@ -30,6 +30,7 @@ from finetune_trainer.data.findings import (
     too_long,
     wrong_records,
 )
+from finetune_trainer.data.parse import read_keys
 from finetune_trainer.data.read import NoRecordFilesError, Record, RecordProblem, read_file
 from finetune_trainer.data.source_files import SourceFiles, find_files, find_shared
 from finetune_trainer.data.tokenizer_files import (
@@ -75,6 +76,8 @@ class SourceLook:
     repeated: int = 0
     held_out: int = 0
     """Training records that are among the held-out ones that were read."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Keys that records have and that are not read -> how many have them."""
     lengths: dict[int, int] = field(default_factory=dict)
     """Records by tokens: the smallest power of two that holds them -> how many."""
 
@@ -214,6 +217,8 @@ def _look_at(
             problems[problem.kind] = (before, count + 1)
             continue
         seen.records += 1
+        for key in set(record.keys) - set(read_keys(settings.format, settings.mapping, record.keys)):
+            seen.unread[key] = seen.unread.get(key, 0) + 1
         length = 0 if made is None else len(made.input_ids)
         is_dropped = length > settings.max_sequence_length
         if not is_dropped:
@@ -234,6 +239,7 @@ def _look_at(
             shown.append({"split": named.split, "place": place, "tokens": length, "is_dropped": is_dropped, "pieces": pieces})
     if named.split == VALIDATION:
         held_out |= own
+    seen.unread = dict(sorted(seen.unread.items()))
     seen.lengths = dict(sorted(seen.lengths.items()))
     findings = [*source.warnings, *wrong_records(named, list(problems.values())[:MAX_KINDS])]
     if not first:

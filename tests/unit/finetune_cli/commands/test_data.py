@@ -17,6 +17,7 @@ from finetune_cli.local.look import Look
 from finetune_cli.render.data import look_text
 from finetune_trainer.roles.look import look as look_of_trainer
 from tests.support.processor import ALLOWED_SECONDS, FIRST_ANSWER_SECONDS, run_timed, slowness
+from tests.unit.finetune_trainer.data.record_files import write as write_table
 from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
 
 ROOT = Path(__file__).parents[4]
@@ -135,6 +136,19 @@ def test_without_a_tokenizer_records_are_shown_as_they_are(claims):
     text = look_text(seen, in_colour=False)
     assert "user: q\nassistant: a" in text
     assert "The tokenizer of the model is not on this machine" in text
+
+
+def test_keys_that_are_not_read_are_named(claims):
+    write(claims / "data/train.jsonl", [{**CHAT, "id": 1, "\x1b[2J": 2, "tools": []}, {**CHAT, "id": 2}])
+    seen = look(claims)
+    assert seen.sources[0]["unread"] == {"\x1b[2J": 1, "id": 2}
+    assert "  keys that are not read: \u241b[2J (of 1), id (of 2)\n" in look_text(seen, in_colour=False)
+
+
+def test_all_columns_count_for_what_is_not_read(claims):
+    write_table(claims / "data/a.parquet", [{"prompt": "q", "completion": "a", "id": 1, "more": "m"}])
+    seen = look(claims, source="pvc://data/a.parquet", format="PromptCompletion", chatTemplate=None)
+    assert seen.sources[0]["unread"] == {"id": 1, "more": 1}
 
 
 def test_a_record_cannot_command_the_terminal(claims):
