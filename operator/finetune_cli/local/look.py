@@ -40,8 +40,13 @@ class Look:
     """Counts of each source that was read; see SourceLook of the program."""
     records: list[Mapping[str, Any]] = field(default_factory=list)
     """The first of each source: `split`, `place`, `tokens`, `is_dropped`, `pieces` (text, and whether it is learnt)."""
-    has_tokenizer: bool = False
-    """Otherwise nothing is known of tokens."""
+    why_no_tokens: str = ""
+    """Why nothing is known of tokens, as a clause; empty: all is known."""
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether tokens are known."""
+        return not self.why_no_tokens
 
     @property
     def is_refused(self) -> bool:
@@ -135,7 +140,7 @@ def _answer(order: Mapping[str, Any]) -> Look:
             raise LocalError(problem, ExitCode.FAILED)
         told = json.load(answer)
     findings = tuple(Finding.model_validate(finding) for finding in told["findings"])
-    return Look(findings, told["sources"], told["records"], told["has_tokenizer"])
+    return Look(findings, told["sources"], told["records"], told["why_no_tokens"])
 
 
 def _look_here(order: Mapping[str, Any], parent: int, answer: int, said: int) -> NoReturn:

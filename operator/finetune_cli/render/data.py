@@ -30,7 +30,7 @@ def look_text(look: Look, *, in_colour: bool) -> str:
         for record in look.records:
             lines += ["", _heading(record, look.has_tokenizer), _record_text(record, in_colour=in_colour)]
     if not look.has_tokenizer:
-        lines += ["", "The tokenizer of the model is not on this machine, so tokens are not counted and templates not rendered."]
+        lines += ["", f"{look.why_no_tokens}, so tokens are not counted and templates not rendered."]
     lines += [finding_text(finding) for finding in look.findings]
     return "\n".join(lines).lstrip("\n") + "\n"
 

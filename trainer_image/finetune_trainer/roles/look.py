@@ -111,7 +111,7 @@ def look(order: Mapping[str, Any]) -> dict[str, Any]:
         found = [each for each in found if not _is_absent(each)]
     findings = [*_check_places(order["places"], root), *_check_model(order["model_files"])]
     shared = find_shared((each.named, each.files, ()) for each in found)
-    tokenizer, told = _tokenizer(order["model"], settings)
+    tokenizer, why_not, told = _tokenizer(order["model"], settings)
     findings += told
     looks, shown = [], []
     held_out: set[bytes] = set()
@@ -126,7 +126,7 @@ def look(order: Mapping[str, Any]) -> dict[str, Any]:
         "findings": [finding.model_dump(mode="json") for finding in findings],
         "sources": [asdict(seen) for seen in sorted(looks, key=lambda seen: seen.split != TRAIN)],
         "records": sorted(shown, key=lambda record: record["split"] != TRAIN),
-        "has_tokenizer": tokenizer is not None,
+        "why_no_tokens": why_not,
     }
 
 
@@ -167,24 +167,29 @@ def _check_model(model: Mapping[str, Any] | None) -> Sequence[Finding]:
     return () if named is None else (named,)
 
 
-def _tokenizer(directory: str | None, settings: DataSettings) -> tuple[FileTokenizer | None, list[Finding]]:
-    """None without a finding if the files are not here, or not of a kind that is read here: preflight looks at them."""
+def _tokenizer(directory: str | None, settings: DataSettings) -> tuple[FileTokenizer | None, str, list[Finding]]:
+    """None with the reason in words; without a finding if the files are not here, or not of a kind that is read here: preflight
+    looks at them.
+    """
     if directory is None or not (Path(directory) / "tokenizer.json").is_file():
-        return None, []
+        return None, "The tokenizer of the model is not on this machine", []
     from finetune_trainer.data.tokenizer import check_chat_template, unusable
 
     try:
         if settings.format is DataFormat.CHAT:
             import_renderer()
         tokenizer = FileTokenizer(Path(directory))
-    except ModuleNotFoundError:
-        return None, []
+    except ModuleNotFoundError as error:
+        return None, f"The tokenizer cannot be read without {error.name}, which is not installed", []
     except (TokenizerFilesError, OSError) as error:
-        return None, [unusable(Path(directory), f"the tokenizer does not load ({error})")]
+        found = unusable(Path(directory), f"the tokenizer does not load ({error})")
+        return None, "The tokenizer cannot be used, as is said below", [found]
     if tokenizer.eos_token_id is None:
-        return None, []
-    found = check_chat_template(settings, tokenizer, Path(directory))
-    return (None if any(finding.severity == "error" for finding in found) else tokenizer), found
+        return None, "The tokenizer has no token that ends a text", []
+    findings = check_chat_template(settings, tokenizer, Path(directory))
+    if any(finding.severity == "error" for finding in findings):
+        return None, "The chat template cannot be used, as is said below", findings
+    return tokenizer, "", findings
 
 
 def _look_at(

@@ -138,6 +138,23 @@ def test_without_a_tokenizer_records_are_shown_as_they_are(claims):
     assert "The tokenizer of the model is not on this machine" in text
 
 
+@pytest.mark.parametrize(
+    ("files", "data", "said"),
+    [
+        ({}, {"chatTemplate": None}, "The chat template cannot be used, as is said below"),
+        ({}, {"chatTemplate": "Llama3"}, "The chat template cannot be used, as is said below"),
+        ({"tokenizer.json": "{"}, {}, "The tokenizer cannot be used, as is said below"),
+        ({"tokenizer_config.json": "{}", "special_tokens_map.json": "{}"}, {}, "The tokenizer has no token that ends a text"),
+    ],
+)
+def test_why_no_tokens_are_counted_is_told(claims, files, data, said):
+    for name, content in files.items():
+        (claims / "models/base" / name).write_text(content)
+    seen = look(claims, **data)
+    assert not seen.has_tokenizer
+    assert f"{said}, so tokens are not counted and templates not rendered.\n" in look_text(seen, in_colour=False)
+
+
 def test_keys_that_are_not_read_are_named(claims):
     write(claims / "data/train.jsonl", [{**CHAT, "id": 1, "\x1b[2J": 2, "tools": []}, {**CHAT, "id": 2}])
     seen = look(claims)
