@@ -11,6 +11,8 @@ from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.claims import LOCAL_UID, ClaimUse, check_given, claim_directories, claims_of
 from finetune_cli.local.look import FIRST_JUDGED, Look, look
 from finetune_job.api.job import FineTuneJob
+from finetune_job.device import LARGE_ON_CPU, large_on_cpu
+from finetune_job.finding import Finding
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
 
@@ -97,7 +99,26 @@ def _with_records(
         return verdict
     seen = look(plan, directories, limit=FIRST_JUDGED, must_exist=is_given, checks_model=is_given)
     outcome = DocumentOutcome.REFUSED if seen.is_refused else verdict.outcome
-    return replace(verdict, outcome=outcome, findings=(*verdict.findings, *seen.findings))
+    findings = (*verdict.findings, *_too_large(verdict, plan, directories), *seen.findings)
+    return replace(verdict, outcome=outcome, findings=findings)
+
+
+def _too_large(verdict: DocumentVerdict, plan: RunPlan, directories: Mapping[str, Path]) -> list[Finding]:
+    """A warning by the model's files, if its name did not tell that it is too large for CPU cores."""
+    location, is_told = plan.model.location, any(finding.rule == LARGE_ON_CPU for finding in verdict.findings)
+    placement = None if verdict.plan is None else verdict.plan.placement
+    is_on_cpu = placement is not None and placement.gpu_resource_name is None
+    if verdict.plan is None or is_told or not is_on_cpu or location.claim not in directories:
+        return []
+    # They take as long to load as all the rest, and most profiles name a GPU.
+    from finetune_memory.describe import number_of_weights
+    from finetune_memory.model_shape import UnknownModelError
+
+    try:
+        found = large_on_cpu(verdict.plan, number_of_weights(directories[location.claim] / location.path))
+    except (UnknownModelError, ValueError):  # of which others tell
+        return []
+    return [] if found is None else [found]
 
 
 def _plan_here(job: FineTuneJob) -> RunPlan:

@@ -115,6 +115,12 @@ def test_a_large_model_without_a_gpu_is_warned_of(name, is_large):
     assert findings(f"{WITH_GPU}---\n{job}") == {}
 
 
+def test_a_large_model_is_known_by_its_name_on_the_hub():
+    job = edited("spec.model.hubName", "meta-llama/Llama-3.1-70B")
+    (_, message, _) = findings(f"{PROFILE}---\n{job}")["spec.profile"]
+    assert "the model has about 70 billion parameters" in message
+
+
 def test_a_file_is_read(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(ACCEPTED)

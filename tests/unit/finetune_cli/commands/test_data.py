@@ -17,6 +17,7 @@ from finetune_cli.local.look import Look
 from finetune_cli.render.data import look_text
 from finetune_trainer.roles.look import look as look_of_trainer
 from tests.support.processor import ALLOWED_SECONDS, FIRST_ANSWER_SECONDS, run_timed, slowness
+from tests.unit.finetune_memory.configs import CONFIGS
 from tests.unit.finetune_trainer.data.record_files import write as write_table
 from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
 
@@ -256,6 +257,24 @@ def test_validate_names_the_claims_that_it_did_not_look_at(claims):
         f"tuned: spec.model.source: claim models is the directory {claims}/models, which does not exist, so it is not looked at"
     )
     assert said in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "config", "is_told"),
+    [
+        ({}, "Llama-3.1-8B", True),
+        ({}, "Qwen2.5-0.5B", False),
+        ({"gpu": {}}, "Llama-3.1-8B", False),
+        (None, "Llama-3.1-8B", False),
+    ],
+)
+def test_a_large_model_without_a_gpu_is_known_by_its_files(claims, gpu, config, is_told):
+    (claims / "models/base/config.json").write_text(json.dumps(CONFIGS[config]))
+    profile = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneProfile", "metadata": {"name": "default"}}
+    text = None if gpu is None else yaml.safe_dump({**profile, "spec": {"trainerImage": "t", **gpu}})
+    (verdict,) = with_records(validate(manifest(), text), claims, {}, print, is_given=False).verdicts
+    told = [finding.message for finding in verdict.findings if finding.rule == "large-model-on-cpu"]
+    assert ["8.03 billion parameters" in message for message in told] == ([True] if is_told else [])
 
 
 def test_a_run_is_refused_where_results_exist_or_cannot_be_written(claims):
