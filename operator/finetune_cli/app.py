@@ -127,8 +127,9 @@ def validate(
         raise typer.Exit(_fix(files, profile_text))
     report = validate_files(files, profile_text)
     places = claims or DEFAULT_CLAIMS
-    if claim or places.is_dir():
-        report = _with_records(report, places, claim or [], is_given=claims is not None or claim is not None)
+    is_given = claims is not None or bool(claim)
+    if is_given or places.is_dir():
+        report = _with_records(report, places, claim or [], is_given=is_given)
     print_answer(output, lambda: report_text(report), lambda: report_document(report))
     raise typer.Exit(report.exit_code)
 

@@ -63,6 +63,11 @@ JINJA = ("{{", "{%")
 """One of these is in every template; what has none is meant as a name."""
 
 
+def name_of(template: str | None) -> str | None:
+    """The name of one of ours."""
+    return next((name for name, text in TEMPLATES.items() if text == template), None)
+
+
 def fitting_template(tokens: frozenset[str]) -> str:
     """The name of the template for a tokenizer with these special tokens."""
     return next((name for name, end in ENDS.items() if end in tokens), "Plain")

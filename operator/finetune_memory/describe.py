@@ -94,6 +94,12 @@ def _header(path: Path) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
         raise UnknownModelError(f"{path}: is not a safetensors file ({error}); copy it again") from error
 
 
+def number_of_weights(path: Path) -> int:
+    """Values of a model as it is published. Raises UnknownModelError."""
+    files = read_model(path)
+    return sum(each.numel for each in _base(files, files.stored))
+
+
 def model_shape(plan: RunPlan, files: ModelMetadata) -> ModelShape:
     """The model as the plan trains it. Raises UnknownModelError where only the libraries could tell."""
     held = resolve_elements(plan, files.stored).load

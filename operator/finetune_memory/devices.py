@@ -21,7 +21,8 @@ class Device:
     """Bytes per second."""
     link: float
     """Bytes per second, in one direction, to the other devices of a machine."""
-
+    capacity: int
+    """Bytes of memory that programs can have."""
     fp8_flops: float | None = None
     """The same of products in E4M3; None: it has none, or those of another form."""
 
@@ -31,39 +32,40 @@ FP8_SPEED = 2
 _WITHOUT_FP8 = re.compile(r"\b(A100|A800|A40|A30|A10G|A10|RTX A6000|RTX 3090|MI300X|MI325X)\b")
 """Ampere; and AMD's first FP8, which has no negative zero and other largest values."""
 
-_DEVICES: tuple[tuple[re.Pattern[str], float, float, float], ...] = (
+_DEVICES: tuple[tuple[re.Pattern[str], float, float, float, int], ...] = (
     # NVIDIA data sheets give some figures with structured sparsity only; those are halved. Cards without NVLink send over PCIe.
-    (re.compile(r"\bGB200\b"), 2.5e15, 8e12, 900e9),
-    (re.compile(r"\bB200\b"), 2.25e15, 7.7e12, 900e9),
-    (re.compile(r"\bH200 NVL\b"), 835e12, 4.8e12, 64e9),
-    (re.compile(r"\bH200\b"), 989e12, 4.8e12, 450e9),
-    (re.compile(r"\bH100 PCIe\b"), 756e12, 2.0e12, 64e9),
-    (re.compile(r"\bH100 NVL\b"), 835e12, 3.9e12, 64e9),
-    (re.compile(r"\bH800\b"), 989e12, 3.35e12, 200e9),
-    (re.compile(r"\bH100\b"), 989e12, 3.35e12, 450e9),
-    (re.compile(r"\bH20\b"), 148e12, 4.0e12, 450e9),
-    (re.compile(r"\bA(100|800) PCIE 40GB\b"), 312e12, 1.555e12, 32e9),
-    (re.compile(r"\bA(100|800) (80GB PCIe|PCIE 80GB)\b"), 312e12, 1.935e12, 32e9),
-    (re.compile(r"\bA800.* 80GB\b"), 312e12, 2.039e12, 200e9),
-    (re.compile(r"\bA100.* 80GB\b"), 312e12, 2.039e12, 300e9),
-    (re.compile(r"\bA800\b"), 312e12, 1.555e12, 200e9),
-    (re.compile(r"\bA100\b"), 312e12, 1.555e12, 300e9),
-    (re.compile(r"\bA40\b"), 149.7e12, 696e9, 32e9),
-    (re.compile(r"\bA30\b"), 165e12, 933e9, 32e9),
-    (re.compile(r"\bA10G\b"), 70e12, 600e9, 32e9),
-    (re.compile(r"\bA10\b"), 125e12, 600e9, 32e9),
-    (re.compile(r"\bL40S\b"), 362e12, 864e9, 32e9),
-    (re.compile(r"\bL40\b"), 181e12, 864e9, 32e9),
-    (re.compile(r"\bL4\b"), 121e12, 300e9, 32e9),
-    (re.compile(r"\bRTX A6000\b"), 154.8e12, 768e9, 32e9),
-    (re.compile(r"\bRTX 5090\b"), 209.5e12, 1.792e12, 64e9),
-    (re.compile(r"\bRTX 4090\b"), 165.2e12, 1.008e12, 32e9),
-    (re.compile(r"\bRTX 3090\b"), 71e12, 936e9, 32e9),
+    (re.compile(r"\bGB200\b"), 2.5e15, 8e12, 900e9, 185),
+    (re.compile(r"\bB200\b"), 2.25e15, 7.7e12, 900e9, 179),
+    (re.compile(r"\bH200 NVL\b"), 835e12, 4.8e12, 64e9, 140),
+    (re.compile(r"\bH200\b"), 989e12, 4.8e12, 450e9, 140),
+    (re.compile(r"\bH100 PCIe\b"), 756e12, 2.0e12, 64e9, 79),
+    (re.compile(r"\bH100 NVL\b"), 835e12, 3.9e12, 64e9, 93),
+    (re.compile(r"\bH800\b"), 989e12, 3.35e12, 200e9, 79),
+    (re.compile(r"\bH100\b"), 989e12, 3.35e12, 450e9, 79),
+    (re.compile(r"\bH20\b"), 148e12, 4.0e12, 450e9, 95),
+    (re.compile(r"\bA(100|800) PCIE 40GB\b"), 312e12, 1.555e12, 32e9, 39),
+    (re.compile(r"\bA(100|800) (80GB PCIe|PCIE 80GB)\b"), 312e12, 1.935e12, 32e9, 79),
+    (re.compile(r"\bA800.* 80GB\b"), 312e12, 2.039e12, 200e9, 79),
+    (re.compile(r"\bA100.* 80GB\b"), 312e12, 2.039e12, 300e9, 79),
+    (re.compile(r"\bA800\b"), 312e12, 1.555e12, 200e9, 39),
+    (re.compile(r"\bA100\b"), 312e12, 1.555e12, 300e9, 39),
+    (re.compile(r"\bA40\b"), 149.7e12, 696e9, 32e9, 44),
+    (re.compile(r"\bA30\b"), 165e12, 933e9, 32e9, 23),
+    (re.compile(r"\bA10G\b"), 70e12, 600e9, 32e9, 22),
+    (re.compile(r"\bA10\b"), 125e12, 600e9, 32e9, 22),
+    (re.compile(r"\bL40S\b"), 362e12, 864e9, 32e9, 44),
+    (re.compile(r"\bL40\b"), 181e12, 864e9, 32e9, 44),
+    (re.compile(r"\bL4\b"), 121e12, 300e9, 32e9, 22),
+    (re.compile(r"\bRTX A6000\b"), 154.8e12, 768e9, 32e9, 47),
+    (re.compile(r"\bRTX 5090\b"), 209.5e12, 1.792e12, 64e9, 31),
+    (re.compile(r"\bRTX 4090\b"), 165.2e12, 1.008e12, 32e9, 23),
+    (re.compile(r"\bRTX 3090\b"), 71e12, 936e9, 32e9, 23),
     # AMD data sheets.
-    (re.compile(r"\bMI300X\b"), 1307.4e12, 5.3e12, 448e9),
-    (re.compile(r"\bMI325X\b"), 1307.4e12, 6.0e12, 448e9),
+    (re.compile(r"\bMI300X\b"), 1307.4e12, 5.3e12, 448e9, 191),
+    (re.compile(r"\bMI325X\b"), 1307.4e12, 6.0e12, 448e9, 255),
 )
-"""Words in a device's name -> operations, bytes of its memory and bytes of its link per second; the first that fits."""
+"""Words in a device's name -> operations, bytes of its memory and bytes of its link per second, and GiB of its memory; the first
+that fits. The memory is what programs can have by its driver, in whole GiB; of a name that several sizes bear, the smallest."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def device_of(name: str) -> Device | None:
     words = name.replace("-", " ").replace("_", " ")
     if re.search(r"\b(MIG|Laptop|SHARED)\b", words):
         return None
-    for pattern, flops, memory, link in _DEVICES:
+    for pattern, flops, memory, link, gibibytes in _DEVICES:
         if pattern.search(words):
-            return Device(name, flops, memory, link, None if _WITHOUT_FP8.search(words) else FP8_SPEED * flops)
+            return Device(name, flops, memory, link, gibibytes << 30, None if _WITHOUT_FP8.search(words) else FP8_SPEED * flops)
     return None

@@ -122,4 +122,4 @@ def test_adapters_compute_there_what_they_compute_in_peft_or_are_not_offered(
     wanted = logits_of(PeftModel.from_pretrained(model, adapter))
     found = llama_cpp.logits(base / "base.gguf", IDS, tmp_path / "tuned-lora.gguf")
     is_right = distance(found, wanted) < CLOSE * distance(wanted, plain)
-    assert is_right is FOR_LLAMA_CPP[name] is check_adapter(adapter, plan).is_for_llama_cpp
+    assert is_right is FOR_LLAMA_CPP[name] is check_adapter(adapter, plan, base / "base").is_for_llama_cpp

@@ -39,7 +39,7 @@ def asked(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
     """Of each adapter, its directory, what we say, and what vLLM says if it is started as we say."""
     folder = tmp_path_factory.mktemp("adapters")
     places = {name: folder / re.sub(r"\W", "-", name) for name in METHODS}
-    reports = {name: check_adapter(place, written(base, place, METHODS[name])) for name, place in places.items()}
+    reports = {name: check_adapter(place, written(base, place, METHODS[name]), base) for name, place in places.items()}
     given = [(place, reports[name].max_lora_rank or 512, MODULES) for name, place in places.items()]
     return {name: (places[name], reports[name], loaded) for name, loaded in zip(METHODS, load_adapters(given), strict=True)}
 

@@ -192,6 +192,8 @@ def try_finetune(arguments: list[str]) -> None:
     if verb in RUN_HERE and not any(each.startswith("job/") for each in arguments):
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, done.output
+        # "what fits", as README says of this line.
+        assert "--gpu" not in arguments or re.search(r"limit +79\.0 GiB  of one H100\n +fits ", done.output), done.output
         return
     assert verb in RUN_ON_CLUSTERS or verb in LINES or arguments[-1].startswith("job/"), f"no test runs {verb} as it is written"
     # Raises an error for an option that there is not, and for an argument that is missing.

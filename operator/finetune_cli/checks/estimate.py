@@ -13,6 +13,7 @@ from finetune_job.device import product_of
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.describe import model_shape, read_model
+from finetune_memory.devices import device_of
 from finetune_memory.limit import MemoryLimit, format_bytes
 from finetune_memory.model_shape import UnknownModelError
 from finetune_memory.pace import StepTime, UnknownPaceError, calculated_pace, run_steps
@@ -98,9 +99,7 @@ def _estimate_job(verdict: DocumentVerdict, options: EstimateOptions, claims: Pa
         raise EstimateError(f"{verdict.name}: has no plan")
     try:
         files = read_model(options.model if options.model is not None else _model_on_claim(job.spec.model.source, claims))
-        limit = limit_of(plan)
-        if options.gpu_memory is not None:
-            limit = MemoryLimit(_device_bytes(options.gpu_memory), is_device=True, source=GPU_MEMORY_OPTION)
+        limit = _limit(plan, options)
         shape = model_shape(plan, files)
         found = judge_memory(plan, shape, files.stored, limit)
         pace, problem = None, ""
@@ -121,6 +120,15 @@ def _estimate_job(verdict: DocumentVerdict, options: EstimateOptions, claims: Pa
         )
     except (UnknownModelError, ValueError) as error:
         raise EstimateError(f"{verdict.name}: {error}") from error
+
+
+def _limit(plan: RunPlan, options: EstimateOptions) -> MemoryLimit | None:
+    """What the command is told counts before the profile, and of a device that is known by its name its memory is known."""
+    if options.gpu_memory is not None:
+        return MemoryLimit(_device_bytes(options.gpu_memory), is_device=True, source=GPU_MEMORY_OPTION)
+    limit, name = limit_of(plan), options.gpu or product_of(plan)
+    device = device_of(name) if name is not None and (limit is None or options.gpu is not None) else None
+    return limit if device is None else MemoryLimit(device.capacity, is_device=True, source=f"of one {name}")
 
 
 def _precision(plan: RunPlan, stored: str) -> str:

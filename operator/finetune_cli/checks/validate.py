@@ -178,7 +178,9 @@ def _job_verdict(document: Document, profiles: Profiles) -> DocumentVerdict:
         return verdict
     identity = JobIdentity(namespace=job.metadata.namespace, name=job.metadata.name, uid=job.metadata.uid)
     plan = resolve(identity, job.spec, profile)
-    warning = large_on_cpu(plan, parameters_by_name(job.spec.model.source))
+    model = job.spec.model
+    sizes = [size for name in (model.hub_name or "", model.source) if (size := parameters_by_name(name)) is not None]
+    warning = large_on_cpu(plan, sizes[0] if sizes else None)
     price = None if profile is None or profile.gpu is None else profile.gpu.price_per_hour
     return replace(verdict, plan=plan, price_per_hour=price, findings=(*findings, *(() if warning is None else (warning,))))
 

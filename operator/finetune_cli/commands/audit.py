@@ -13,10 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
-from finetune_cli.commands.run import check_given
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.audit_process import AuditedParts, AuditedPlan, difference, inspect_run, merged_difference
-from finetune_cli.local.claims import claims_of, link_claims, with_places
+from finetune_cli.local.claims import check_given, claims_of, link_claims, with_places
 from finetune_cli.local.known_runs import named_runs
 from finetune_cli.local.launch import Interruption, Trainer, check_trainer
 from finetune_cli.local.replay import Interval, Replay, check_ranks, claims_of_run, draw, kept_intervals

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from finetune_cli.checks.validate import DocumentOutcome, DocumentVerdict, Report, validate
 from finetune_cli.exit_codes import ExitCode, LocalError
-from finetune_cli.local.claims import LOCAL_UID, claim_directories, claims_of
+from finetune_cli.local.claims import LOCAL_UID, ClaimUse, check_given, claim_directories, claims_of
 from finetune_cli.local.look import FIRST_JUDGED, Look, look
 from finetune_job.api.job import FineTuneJob
+from finetune_job.device import LARGE_ON_CPU, large_on_cpu
+from finetune_job.finding import Finding
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
 
@@ -38,14 +40,24 @@ def look_at(manifest: str, claims: Path, claim_paths: Mapping[str, Path], *, sho
 def with_records(
     report: Report, claims: Path, claim_paths: Mapping[str, Path], say: Callable[[str], None], *, is_given: bool
 ) -> Report:
-    """With what the first records of accepted jobs show, as far as they are on this machine. is_given: the user said where the
-    claims are, so that what they lack is a finding; else nothing that is missing is, and records that cannot be looked at are
-    told with `say`. Raises LocalError, if it is said where the claims are.
+    """With what the models and the first records of accepted jobs show, as far as they are on this machine. is_given: the user
+    said where the claims are, so that what they lack is a finding; else nothing that is missing is, and records that cannot be
+    looked at are told with `say`. Raises LocalError, if it is said where the claims are.
     """
+    plans = {
+        number: _plan_here(verdict.job)
+        for number, verdict in enumerate(report.verdicts)
+        if verdict.job is not None and verdict.outcome is DocumentOutcome.ACCEPTED
+    }
+    if plans:
+        _check_given({use.name: use for plan in plans.values() for use in claims_of(plan)}, claim_paths)
     verdicts = []
-    for verdict in report.verdicts:
+    for number, verdict in enumerate(report.verdicts):
         try:
-            verdicts.append(_with_records(verdict, claims, claim_paths, is_given))
+            if is_given and number in plans:
+                for absent in _absent_inputs(plans[number], claims, claim_paths):
+                    say(f"{verdict.name}: {absent}, so it is not looked at")
+            verdicts.append(_with_records(verdict, plans[number], claims, claim_paths, is_given) if number in plans else verdict)
         except LocalError as error:
             if is_given:
                 raise
@@ -60,16 +72,53 @@ def local_claims(plan: RunPlan, claims: Path, claim_paths: Mapping[str, Path]) -
     return {name: place for name, place in found.items() if place.is_dir()}
 
 
-def _with_records(verdict: DocumentVerdict, claims: Path, claim_paths: Mapping[str, Path], is_given: bool) -> DocumentVerdict:
-    if verdict.job is None or verdict.outcome is not DocumentOutcome.ACCEPTED:
-        return verdict
-    plan = _plan_here(verdict.job)
+def _check_given(uses: Mapping[str, ClaimUse], claim_paths: Mapping[str, Path]) -> None:
+    """Raises LocalError if the directory of an input is not there, or is given for a claim that no job names."""
+    check_given(list(uses.values()), claim_paths)
+    for name, place in claim_paths.items():
+        if uses[name].is_input and not place.is_dir():
+            raise LocalError(f"--claim {name}={place}: this directory does not exist; correct the path")
+
+
+def _absent_inputs(plan: RunPlan, claims: Path, claim_paths: Mapping[str, Path]) -> list[str]:
+    """Claims of model and data that are not on this machine, in words. Raises LocalError if none of them is."""
+    inputs = [use for use in claims_of(plan) if use.is_input]
+    places = claim_directories(inputs, claims, claim_paths)
+    absent = [use for use in inputs if not places[use.name].is_dir()]
+    told = [f"{use.field}: claim {use.name} is the directory {places[use.name]}, which does not exist" for use in absent]
+    if absent and len(absent) == len(inputs):
+        raise LocalError(f"{told[0]}; say where it is with --claims DIR or --claim {absent[0].name}=PATH")
+    return told
+
+
+def _with_records(
+    verdict: DocumentVerdict, plan: RunPlan, claims: Path, claim_paths: Mapping[str, Path], is_given: bool
+) -> DocumentVerdict:
     directories = local_claims(plan, claims, claim_paths)
     if all(claim not in directories for _, claim in (*_data_claims(plan), ("", plan.model.location.claim))):
         return verdict
-    seen = look(plan, directories, limit=FIRST_JUDGED, must_exist=is_given)
+    seen = look(plan, directories, limit=FIRST_JUDGED, must_exist=is_given, checks_model=is_given)
     outcome = DocumentOutcome.REFUSED if seen.is_refused else verdict.outcome
-    return replace(verdict, outcome=outcome, findings=(*verdict.findings, *seen.findings))
+    findings = (*verdict.findings, *_too_large(verdict, plan, directories), *seen.findings)
+    return replace(verdict, outcome=outcome, findings=findings)
+
+
+def _too_large(verdict: DocumentVerdict, plan: RunPlan, directories: Mapping[str, Path]) -> list[Finding]:
+    """A warning by the model's files, if its name did not tell that it is too large for CPU cores."""
+    location, is_told = plan.model.location, any(finding.rule == LARGE_ON_CPU for finding in verdict.findings)
+    placement = None if verdict.plan is None else verdict.plan.placement
+    is_on_cpu = placement is not None and placement.gpu_resource_name is None
+    if verdict.plan is None or is_told or not is_on_cpu or location.claim not in directories:
+        return []
+    # They take as long to load as all the rest, and most profiles name a GPU.
+    from finetune_memory.describe import number_of_weights
+    from finetune_memory.model_shape import UnknownModelError
+
+    try:
+        found = large_on_cpu(verdict.plan, number_of_weights(directories[location.claim] / location.path))
+    except (UnknownModelError, ValueError):  # of which others tell
+        return []
+    return [] if found is None else [found]
 
 
 def _plan_here(job: FineTuneJob) -> RunPlan:

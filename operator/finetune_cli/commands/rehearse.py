@@ -9,9 +9,9 @@ from typing import Any, Self
 
 from rich.console import Console
 
-from finetune_cli.commands.run import Options, Refusal, accepted_job, check_given, local_plan
+from finetune_cli.commands.run import Options, Refusal, accepted_job, local_plan
 from finetune_cli.exit_codes import ExitCode, LocalError
-from finetune_cli.local.claims import claim_directories, claims_of, link_claims
+from finetune_cli.local.claims import check_given, claim_directories, claims_of, link_claims
 from finetune_cli.local.launch import Interruption, check_trainer
 from finetune_cli.local.local_run import LocalRun
 from finetune_cli.local.programs import RehearsalOrder, run_rehearsal

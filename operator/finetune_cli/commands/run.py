@@ -12,10 +12,10 @@ from rich.console import Console
 
 from finetune_cli.checks.validate import DocumentOutcome, DocumentVerdict, validate
 from finetune_cli.exit_codes import ExitCode, LocalError
-from finetune_cli.local.claims import LOCAL_UID, OUTPUT_CLAIM, ClaimUse, claim_directories, claims_of, link_claims
+from finetune_cli.local.claims import LOCAL_UID, OUTPUT_CLAIM, check_given, claim_directories, claims_of, link_claims
 from finetune_cli.local.launch import Interruption, check_trainer
 from finetune_cli.local.local_run import LocalRun
-from finetune_cli.local.look import FIRST_JUDGED, look
+from finetune_cli.local.look import FIRST_JUDGED, NOT_OF_PREFLIGHT, look
 from finetune_cli.local.run_directory import begun_with, freeze, locked, run_directory_of, start_fresh
 from finetune_cli.local.summary import Summary, summarise
 from finetune_cli.render.run import LiveView, summary_document, summary_text
@@ -110,15 +110,14 @@ def run_document(end: RunEnd) -> dict[str, Any]:
 
 
 def _refused_at_once(plan: RunPlan, directories: Mapping[str, Path], console: Console) -> Sequence[Finding]:
-    """Before anything heavy is imported: findings of the first records, the tokenizer, or the places of the results; empty if
-    none of them refuses the job. Raises LocalError.
+    """Before anything heavy is imported: findings of the model's files, the first records, or the places of the results; empty
+    if none of them refuses the job. Raises LocalError.
     """
-    seen = look(plan, directories, limit=FIRST_JUDGED, checks_places=True)
-    if not seen.is_refused:
-        return []
-    for finding in seen.findings:
+    seen = look(plan, directories, limit=FIRST_JUDGED, checks_model=True, checks_places=True)
+    told = [finding for finding in seen.findings if seen.is_refused or finding.rule in NOT_OF_PREFLIGHT]
+    for finding in told:
         console.print(finding_text(finding), markup=False, soft_wrap=True)
-    return seen.findings
+    return told if seen.is_refused else []
 
 
 @dataclass(frozen=True)
@@ -140,13 +139,6 @@ def accepted_job(manifest: str, console: Console) -> FineTuneJob | Refusal:
     for finding in verdicts[0].findings:
         console.print(finding_text(finding), markup=False, soft_wrap=True)
     return job
-
-
-def check_given(claims: Sequence[ClaimUse], given: Mapping[str, Path]) -> None:
-    """Raises LocalError where a directory is given for a claim that the job does not name."""
-    unknown = sorted(set(given) - {use.name for use in claims})
-    if unknown:
-        raise LocalError(f"--claim {unknown[0]}: the job names no such claim; it names {', '.join(use.name for use in claims)}")
 
 
 def local_plan(job: FineTuneJob, own_output: bool, ranks: int | None = None, *, on_gpu: bool = False) -> RunPlan:

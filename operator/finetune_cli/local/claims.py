@@ -61,6 +61,13 @@ def claims_of(plan: RunPlan) -> list[ClaimUse]:
     return list(uses.values())
 
 
+def check_given(claims: Sequence[ClaimUse], given: Mapping[str, Path]) -> None:
+    """Raises LocalError where a directory is given for a claim that the job does not name."""
+    unknown = sorted(set(given) - {use.name for use in claims})
+    if unknown:
+        raise LocalError(f"--claim {unknown[0]}: the job names no such claim; it names {', '.join(use.name for use in claims)}")
+
+
 def claim_directories(uses: Sequence[ClaimUse], root: Path, given: Mapping[str, Path]) -> dict[str, Path]:
     """Directory of each claim: the given one, else `root`/name."""
     return {use.name: (given.get(use.name) or root / use.name).absolute() for use in uses}

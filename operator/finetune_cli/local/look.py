@@ -23,6 +23,8 @@ FIRST_RECORDS = 1000
 """Of each source that are shown and counted unless another number is given."""
 FIRST_JUDGED = 100
 """Of each source that a command looks at before it does its own work."""
+NOT_OF_PREFLIGHT = frozenset({"adapter-base-unnamed", "adapter-base-guessed"})
+"""Findings that no later stage tells."""
 SECONDS = 120
 """A chat template of a user's may take any time."""
 _PROGRAM = "finetune_trainer.roles.look"
@@ -38,8 +40,13 @@ class Look:
     """Counts of each source that was read; see SourceLook of the program."""
     records: list[Mapping[str, Any]] = field(default_factory=list)
     """The first of each source: `split`, `place`, `tokens`, `is_dropped`, `pieces` (text, and whether it is learnt)."""
-    has_tokenizer: bool = False
-    """Otherwise nothing is known of tokens."""
+    why_no_tokens: str = ""
+    """Why nothing is known of tokens, as a clause; empty: all is known."""
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether tokens are known."""
+        return not self.why_no_tokens
 
     @property
     def is_refused(self) -> bool:
@@ -53,10 +60,11 @@ def look(
     shown: int = 0,
     limit: int = FIRST_RECORDS,
     must_exist: bool = True,
+    checks_model: bool = False,
     checks_places: bool = False,
 ) -> Look:
     """Of what is on this machine. directories: of the claims that are here. must_exist: what a claim of these lacks is a finding.
-    checks_places: whether results can be written, too. Raises LocalError.
+    checks_model: whether the files of the base model are whole. checks_places: whether results can be written. Raises LocalError.
     """
     held_out = [] if plan.data.validation is None else [plan.data.validation]
     datasets = [*(("train", each) for each in plan.data.train), *(("validation", each) for each in held_out)]
@@ -72,6 +80,7 @@ def look(
             "settings": plan.data.model_dump(mode="json", exclude={"train", "validation", "packing"}),
             "sources": [{"split": split, **each.model_dump(mode="json")} for split, each in here],
             "model": str(model) if model.is_dir() else None,
+            "model_files": _model_files(plan, Path(root), model) if checks_model and _is_here(plan, directories, model) else None,
             "limit": limit,
             "shown": shown,
             "only_existing": fetched or not must_exist,
@@ -79,6 +88,23 @@ def look(
         }
         seen = _answer(order)
         return replace(seen, findings=tuple(with_places(finding, Path(root), directories) for finding in seen.findings))
+
+
+def _is_here(plan: RunPlan, directories: Mapping[str, Path], model: Path) -> bool:
+    """Whether the base model ought to be on this machine. What is to be fetched is not, before the first run."""
+    location = plan.model.location
+    is_fetched = plan.fetch is not None and any(item.target == location for item in plan.fetch.items)
+    return location.claim in directories and (model.is_dir() or not is_fetched)
+
+
+def _model_files(plan: RunPlan, root: Path, model: Path) -> dict[str, Any]:
+    location = plan.model.location
+    return {
+        "directory": str(model),
+        "claim": str(root / location.claim),
+        "address": f"pvc://{location.claim}/{location.path}",
+        "adapter_base": plan.model.name if plan.method.trains_adapter else None,
+    }
 
 
 def _places(plan: RunPlan, root: Path) -> dict[str, Any]:
@@ -114,7 +140,7 @@ def _answer(order: Mapping[str, Any]) -> Look:
             raise LocalError(problem, ExitCode.FAILED)
         told = json.load(answer)
     findings = tuple(Finding.model_validate(finding) for finding in told["findings"])
-    return Look(findings, told["sources"], told["records"], told["has_tokenizer"])
+    return Look(findings, told["sources"], told["records"], told["why_no_tokens"])
 
 
 def _look_here(order: Mapping[str, Any], parent: int, answer: int, said: int) -> NoReturn:

@@ -12,6 +12,8 @@ BAR = 40
 """Columns of the longest bar."""
 LONGEST_SHOWN = 4000
 """Characters of a record."""
+MOST_KEYS = 12
+"""That are not read and named."""
 _LEARNT, _PLAIN = "\x1b[32m", "\x1b[0m"
 _CONTROL = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
 """Records may hold what a terminal takes for commands."""
@@ -28,7 +30,7 @@ def look_text(look: Look, *, in_colour: bool) -> str:
         for record in look.records:
             lines += ["", _heading(record, look.has_tokenizer), _record_text(record, in_colour=in_colour)]
     if not look.has_tokenizer:
-        lines += ["", "The tokenizer of the model is not on this machine, so tokens are not counted and templates not rendered."]
+        lines += ["", f"{look.why_no_tokens}, so tokens are not counted and templates not rendered."]
     lines += [finding_text(finding) for finding in look.findings]
     return "\n".join(lines).lstrip("\n") + "\n"
 
@@ -39,6 +41,10 @@ def _source_lines(source: Mapping[str, Any], has_tokenizer: bool) -> list[str]:
     if has_tokenizer:
         dropped = f"{source['dropped']} records too long and dropped"
         lines.append(f"  {source['tokens']} tokens, {source['supervised']} of them learnt; {dropped}")
+    if source["unread"]:
+        shown = [f"{str(key).translate(_CONTROL)} (of {count})" for key, count in list(source["unread"].items())[:MOST_KEYS]]
+        more = len(source["unread"]) - len(shown)
+        lines.append(f"  keys that are not read: {', '.join(shown)}{f' and {more} more' if more else ''}")
     if source["repeated"]:
         lines.append(f"  {source['repeated']} repeat an earlier one")
     if source["held_out"]:

@@ -31,7 +31,8 @@ class ModelSpec(ApiModel):
     """Commit of an `hf://` source; required there and not allowed elsewhere."""
     hub_name: Annotated[str, StringConstraints(pattern=HUB_NAME_PATTERN, max_length=193)] | None = None
     """`<org>/<name>` by which the Hub has what a claim or bucket holds. Adapter configuration and model card then name it as the
-    base, so that `AutoPeftModel.from_pretrained` finds it. Unset: they name the source. Not for `hf://` sources."""
+    base, so that `AutoPeftModel.from_pretrained` finds it. Unset: the adapter names what the base's config.json has as
+    `_name_or_path`, if that is such a name, else the source. Not for `hf://` sources."""
     dtype: Dtype | None = None
     """Element type in which the base model is held. Unset: the type its weights are stored in, as config.json says."""
     attention: Attention | None = None

@@ -204,9 +204,10 @@ RECORD_ENTRIES = (
     Entry(
         "data-preference-pairs",
         "error",
-        "The records are pairs of preferences",
-        "They say which of two answers is better. This product teaches answers; half of a pair teaches something else.",
-        "Train on them with a tool for preferences, or say with spec.data.mapping that the chosen answers alone are learnt",
+        "The records are preferences",
+        "They say which of two answers is better, or whether one is desired. This product teaches answers; half of a pair, or an "
+        "answer that is not desired, teaches something else.",
+        "Train on them with a tool for preferences, or say with spec.data.mapping which answers are learnt all the same",
         f"{_FORMS}::test_every_form_is_prepared_or_refused_with_a_fix_that_works",
     ),
     Entry(

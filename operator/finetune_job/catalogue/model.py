@@ -6,6 +6,7 @@ from finetune_job.catalogue.entry import EITHER, Entry
 
 _REFUSED = "tests/unit/finetune_trainer/preflight/test_refused_jobs.py"
 _FILES = "tests/unit/finetune_trainer/inspection/test_model_files.py"
+_BASE_NAME = "tests/unit/finetune_trainer/inspection/test_base_name.py"
 _HOSTILE = "tests/hostile/test_model_files.py"
 _TASK = "tests/unit/finetune_trainer/preflight/test_task.py"
 _ARCHITECTURES = "tests/unit/finetune_trainer/preflight/test_architecture.py"
@@ -44,6 +45,22 @@ FILE_ENTRIES = (
         "config.json names the architecture and its sizes; no library can build the model without it.",
         "Copy config.json to the claim again",
         f"{_REFUSED}::test_a_missing_or_foreign_configuration_is_refused",
+    ),
+    Entry(
+        "adapter-base-unnamed",
+        "warning",
+        "Nothing says what the Hub calls the base model",
+        "adapter_config.json then names the source of the manifest, which AutoPeftModel.from_pretrained cannot load.",
+        "Set spec.model.hubName",
+        f"{_BASE_NAME}::test_a_base_without_a_name_is_told",
+    ),
+    Entry(
+        "adapter-base-guessed",
+        "warning",
+        "Only config.json says what the Hub calls the base model",
+        "transformers writes there from where a model was loaded before it was saved, and it may have been trained in between.",
+        "Set spec.model.hubName",
+        f"{_BASE_NAME}::test_the_name_that_only_config_json_gives_is_told",
     ),
     Entry(
         "model-already-quantized",

@@ -89,9 +89,15 @@ class SourceLocations:
         return target
 
 
-def base_model_name(model: ModelSpec) -> str:
+def base_model_name(model: ModelSpec, choices: Choices, *, trains_adapter: bool) -> str:
+    """trains_adapter: whether a file will name it, from which others load the base."""
     parsed = parse_source(model.source)
-    return parsed.repository if isinstance(parsed, HubPath) else model.hub_name or model.source
+    if isinstance(parsed, HubPath):
+        return parsed.repository
+    if not trains_adapter:
+        return model.hub_name or model.source
+    reason = "an adapter names this as its base if config.json has no _name_or_path, and AutoPeftModel cannot load it"
+    return choices.pick("model.hubName", model.hub_name, model.source, reason)
 
 
 def fetch_plan(spec: FineTuneJobSpec, profile: FineTuneProfileSpec | None, places: SourceLocations) -> FetchPlan | None:

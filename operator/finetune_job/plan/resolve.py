@@ -56,7 +56,7 @@ def resolve(
         job=identity,
         model=ModelPlan(
             location=places.of(spec.model.source, spec.model.revision, "model"),
-            name=base_model_name(spec.model),
+            name=base_model_name(spec.model, choices, trains_adapter=spec.method.type is not MethodType.FULL),
             revision=spec.model.revision,
             dtype=spec.model.dtype,
             attention=attention_of(spec, choices, on_gpu=on_gpu),

@@ -45,7 +45,7 @@ class ModelPlan(PlacedModel):
     """Base model."""
 
     name: str
-    """What adapter_config.json calls it: `<org>/<name>` of the Hub if that is known, or the source as the user wrote it."""
+    """`<org>/<name>` of the Hub if the manifest says it, or the source as the user wrote it."""
     revision: str | None = None
     dtype: Dtype | None
     """None: as stored."""

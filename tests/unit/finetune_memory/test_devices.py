@@ -39,3 +39,27 @@ from finetune_memory.devices import device_of
 def test_peaks_are_found_by_whole_words(name: str, flops: float | None, memory: float | None) -> None:
     found = device_of(name)
     assert (found and found.flops, found and found.memory) == (flops, memory)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        ("H100", 79),
+        ("NVIDIA H100 NVL", 93),
+        ("NVIDIA H200", 140),
+        ("A100", 39),
+        ("NVIDIA A100-SXM4-80GB", 79),
+        ("NVIDIA A100 80GB PCIe", 79),
+        ("NVIDIA-A100-SXM4-40GB", 39),
+        ("NVIDIA L4", 22),
+        ("NVIDIA L40S", 44),
+        ("NVIDIA GeForce RTX 4090", 23),
+        ("NVIDIA B200", 179),
+        ("AMD Instinct MI300X", 191),
+    ],
+)
+def test_the_memory_is_what_programs_can_have_of_it(name: str, gib: int) -> None:
+    """A little less than the data sheet says; the smallest, if several sizes bear the name."""
+    found = device_of(name)
+    assert found is not None
+    assert found.capacity == gib * 1024**3

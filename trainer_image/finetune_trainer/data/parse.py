@@ -16,6 +16,7 @@ from finetune_job.api.inputs import DataFormat
 from finetune_job.plan.mapping import UNMAPPED, MappingPlan
 from finetune_trainer.data.records import (
     ASSISTANT,
+    LABEL,
     PART_SEPARATOR,
     PREFERENCES,
     ROLES,
@@ -30,24 +31,32 @@ from finetune_trainer.data.records import (
     example,
     kind,
 )
-from finetune_trainer.data.suggestions import suggest, suggest_turn
+from finetune_trainer.data.suggestions import rated_answers, suggest, suggest_turn
 
 
 def record_of(
-    place: RecordPosition, value: Any, data_format: DataFormat, mapping: MappingPlan = UNMAPPED
+    place: RecordPosition,
+    value: Any,
+    data_format: DataFormat,
+    mapping: MappingPlan = UNMAPPED,
+    keys_in_file: tuple[str, ...] = (),
 ) -> Record | RecordProblem:
-    """`value`, as JSON knows it, as a record. mapping: names that it has for the parts of the format."""
+    """`value`, as JSON knows it, as a record. mapping: names that it has for the parts of the format. keys_in_file: if there are
+    more than `value` has.
+    """
     if not isinstance(value, dict):
         reason = f"is a JSON {kind(value)}, not an object"
         return place.problem("", json.dumps(value), reason, f"write {example(data_format)}")
-    keys = required_keys(data_format, mapping)
+    keys, all_keys = required_keys(data_format, mapping), keys_in_file or tuple(value)
     if data_format is DataFormat.CHAT and not mapping.chat_of_pair and keys[0] not in value and _is_pair_of_turns(value, mapping):
-        return _chat(place, value, mapping, (mapping.prompt, mapping.completion))
+        keys = (mapping.prompt, mapping.completion)
     for key in keys:
         if key not in value:
             return missing_key(place, key, value, data_format, mapping)
+    if mapping.prompt in keys and _rates_answers(value, mapping):
+        return _rated(place, value)
     if data_format is DataFormat.CHAT:
-        return _chat(place, value, mapping, keys)
+        return _chat(place, value, mapping, keys, all_keys)
     texts = []
     for key in keys:
         problem = _text_problem(place, key, value[key], data_format, may_be_empty=key == mapping.prompt)
@@ -55,11 +64,11 @@ def record_of(
             return problem
         texts.append(value[key])
     if data_format is DataFormat.TEXT:
-        return Record(place.line, "", texts[0], unit=place.unit, file=place.file)
+        return Record(place.line, "", texts[0], unit=place.unit, file=place.file, keys=all_keys)
     prompt = _prompt(place, texts[0], value, mapping)
     if isinstance(prompt, RecordProblem):
         return prompt
-    return Record(place.line, prompt + mapping.separator, texts[1], unit=place.unit, file=place.file)
+    return Record(place.line, prompt + mapping.separator, texts[1], unit=place.unit, file=place.file, keys=all_keys)
 
 
 def required_keys(data_format: DataFormat, mapping: MappingPlan) -> tuple[str, ...]:
@@ -82,6 +91,28 @@ def read_keys(data_format: DataFormat, mapping: MappingPlan, names: Collection[s
     if data_format is DataFormat.CHAT:
         optional |= {TOOLS, mapping.system}
     return [*wanted, *sorted(name for name in optional if name is not None and name in names and name not in wanted)]
+
+
+def columns_to_read(data_format: DataFormat, mapping: MappingPlan, names: Collection[str]) -> list[str]:
+    """The same, with what shows that the answers are rated."""
+    read = read_keys(data_format, mapping, names)
+    return [*read, LABEL] if mapping.prompt in read and LABEL in names and LABEL not in read else read
+
+
+def _rates_answers(value: Mapping[str, Any], mapping: MappingPlan) -> bool:
+    """Whether the records have the form in which undesired answers stand beside desired ones, and no mapping says to take all."""
+    if (mapping.prompt, mapping.completion, mapping.separator, mapping.chat_of_pair) != ("prompt", "completion", "", False):
+        return False
+    label = value.get(LABEL)
+    return isinstance(label, bool) or (isinstance(label, str) and label.strip().lower() in {"true", "false"})
+
+
+def _rated(place: RecordPosition, value: Mapping[str, Any]) -> RecordProblem:
+    reason = (
+        "says whether the answer is desired: these are preferences, on which this product does not train, and it would learn "
+        "undesired answers, too"
+    )
+    return replace(place.problem(LABEL, as_json(value[LABEL]), reason, rated_answers()), are_preferences=True)
 
 
 def _is_pair_of_turns(value: Mapping[str, Any], mapping: MappingPlan) -> bool:
@@ -147,7 +178,9 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
-def _chat(place: RecordPosition, value: Mapping[str, Any], mapping: MappingPlan, keys: tuple[str, ...]) -> Record | RecordProblem:
+def _chat(
+    place: RecordPosition, value: Mapping[str, Any], mapping: MappingPlan, keys: tuple[str, ...], all_keys: tuple[str, ...]
+) -> Record | RecordProblem:
     """keys: of the turns, or of question and answer."""
     turns: list[Message] = []
     for key in keys:
@@ -173,7 +206,7 @@ def _chat(place: RecordPosition, value: Mapping[str, Any], mapping: MappingPlan,
         problem = _unicode_problem(place, keys[0], text)
         if problem is not None:
             return problem
-    return Record(place.line, "", "", tuple(turns), tuple(tools or ()), place.unit, place.file)
+    return Record(place.line, "", "", tuple(turns), tuple(tools or ()), place.unit, place.file, all_keys)
 
 
 def _turns_at(

@@ -1,10 +1,11 @@
 """A source, a file or a directory of files, -> its records. Which kind a file is, its name says.
 
-    .jsonl, .ndjson, any other name  read_json.py, may be read in parts
+    .jsonl, .ndjson, other names     read_json.py, may be read in parts
     .json                            read_json.py, one list
     .csv                             read_tables.py
     .parquet, .arrow                 read_tables.py
     .txt                             read_text.py
+    compressed, .tsv, .xlsx, ...     file_kinds.py, says what to do instead
 
 Memory is bounded whatever the size of a file. A wrong record never ends the reading if the next one can be found, so that a user
 sees all kinds of mistakes at once. What a record is, records.py says. Called by file_parts.py and sources.py.
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from finetune_job.api.inputs import DataFormat
 from finetune_job.plan.mapping import UNMAPPED, MappingPlan
+from finetune_trainer.data.file_kinds import kind_problem
 from finetune_trainer.data.read_json import lines_before, read_json, read_jsonl
 from finetune_trainer.data.read_tables import read_arrow, read_csv, read_parquet
 from finetune_trainer.data.read_text import read_text
@@ -94,6 +96,10 @@ def read_file(
     the file give each of its records once. Lines are then counted from the part's first; add `lines_before(path, start)`.
     Raises OSError as the file system does.
     """
+    problem = kind_problem(path, KNOWN_EXTENSIONS)
+    if problem is not None:
+        # Once, however many parts it is read in.
+        return iter(() if part is not None and part[0] > 0 else (problem,))
     reader = WHOLE_FILES.get(path.suffix.lower())
     if reader is None:
         return read_jsonl(path, data_format, part, mapping)

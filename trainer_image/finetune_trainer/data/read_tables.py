@@ -12,12 +12,13 @@ from typing import Any
 
 from finetune_job.api.inputs import DataFormat
 from finetune_job.plan.mapping import UNMAPPED, MappingPlan
-from finetune_trainer.data.parse import missing_key, read_keys, record_of, required_keys
+from finetune_trainer.data.parse import columns_to_read, missing_key, record_of, required_keys
 from finetune_trainer.data.records import MAX_RECORD_BYTES, PREFERENCES, Record, RecordPosition, RecordProblem
 from finetune_trainer.data.suggestions import suggest_for_table
 from finetune_trainer.files import open_regular
 
 _QUOTING = 'quote a value that holds commas, quotes or line breaks with ", and double each " in it'
+_OTHER_DELIMITERS = (";", "\t", "|")
 _ROW_UNIT = "row"
 _ROWS_AT_ONCE = 256
 _BUFFER_BYTES = 2**20
@@ -72,10 +73,21 @@ def _header_problem(
 ) -> RecordProblem | None:
     for key in required_keys(data_format, mapping):
         if key not in header:
-            return missing_key(place, key, dict.fromkeys(header), data_format, mapping)
+            problem = missing_key(place, key, dict.fromkeys(header), data_format, mapping)
+            return problem if problem.changes or problem.are_preferences else _no_header(header, problem)
         if header.count(key) > 1:
             return place.problem(key, ",".join(header), "is the name of more than one column", "name each column once")
     return None
+
+
+def _no_header(header: list[str], problem: RecordProblem) -> RecordProblem:
+    """The first line names no column that could be meant."""
+    delimiter = next((mark for mark in _OTHER_DELIMITERS if len(header) == 1 and mark in header[0]), None)
+    if delimiter is not None:
+        reason = f"is missing: the values are separated by {delimiter!r}, and commas separate those of a CSV file"
+        return replace(problem, reason=reason, fix="save the file with commas between the values")
+    reason = f"is missing: the first line of a CSV file names its columns, and this one holds {', '.join(map(repr, header[:4]))}"
+    return replace(problem, reason=reason, fix=f"write the names of the columns into the first line, {problem.key} among them")
 
 
 def read_parquet(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> Iterator[Record | RecordProblem]:
@@ -88,7 +100,7 @@ def read_parquet(path: Path, data_format: DataFormat, mapping: MappingPlan = UNM
     try:
         # Buffered and not read ahead: else a row group, which may be the whole file, is held in memory.
         with open_regular(path) as opened, pq.ParquetFile(opened, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
-            columns = read_keys(data_format, mapping, file.schema_arrow.names)
+            columns = columns_to_read(data_format, mapping, file.schema_arrow.names)
             # Without them one row is read, which shows what the columns hold.
             batches = file.iter_batches(_ROWS_AT_ONCE if columns else 1, columns=columns or None, use_threads=False)
             yield from rows.records(batches, columns, file.schema_arrow.names)
@@ -107,7 +119,7 @@ def read_arrow(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAP
             opened.seek(0)
             reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(opened)
             batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
-            columns = read_keys(data_format, mapping, reader.schema.names)
+            columns = columns_to_read(data_format, mapping, reader.schema.names)
             yield from rows.records(batches, columns, reader.schema.names)
     except (pa.ArrowException, UnicodeDecodeError) as error:
         yield rows.broken("Arrow", error)
@@ -127,12 +139,14 @@ class _Rows:
             missing = next(key for key in required_keys(self._format, self._mapping) if key not in names)
             yield missing_key(RecordPosition(self._path, 1, _ROW_UNIT), missing, _turns(first), self._format, self._mapping)
             return
+        all_names = tuple(names)
         for batch in batches:
             for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
                 for row in batch.select(columns).slice(start, _ROWS_AT_ONCE).to_pylist():
                     self._number += 1
                     value = _turns(row) if self._format is DataFormat.CHAT else row
-                    yield record_of(RecordPosition(self._path, self._number, _ROW_UNIT), value, self._format, self._mapping)
+                    place = RecordPosition(self._path, self._number, _ROW_UNIT)
+                    yield record_of(place, value, self._format, self._mapping, all_names)
 
     def broken(self, kind: str, error: Exception) -> RecordProblem:
         """The file ends before its records do."""

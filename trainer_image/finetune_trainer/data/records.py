@@ -34,6 +34,8 @@ PART_SEPARATOR = "\n"
 """Between the text parts of one content; servers of models of text alone join them with it, too."""
 PREFERENCES = ("chosen", "rejected")
 """Keys of a pair of answers of which one is preferred."""
+LABEL = "label"
+"""Key that says whether the answer of a prompt is desired."""
 MAX_RECORD_BYTES = 64 * 2**20
 """Longest record. Beyond any context length, and what bounds a reader's memory where a file has no record separators."""
 
@@ -54,6 +56,8 @@ class Record:
     unit: str = field(default="line", compare=False)
     """As in RecordProblem."""
     file: Path | None = field(default=None, compare=False)
+    keys: tuple[str, ...] = field(default=(), compare=False)
+    """All that it has in its file, those that are not read among them."""
 
 
 @dataclass(frozen=True)

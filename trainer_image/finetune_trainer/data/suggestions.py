@@ -7,12 +7,13 @@ be meant; else it says how a record should look.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from finetune_job.api.inputs import DataFormat
 from finetune_job.plan.mapping import MappingPlan
-from finetune_trainer.data.records import KEYS, PREFERENCES, Suggestion, example
+from finetune_trainer.data.records import ASSISTANT, KEYS, PREFERENCES, ROLES, Suggestion, example
 
 LONGEST_NAME = 128
 """Characters of a name in `data.mapping`."""
@@ -26,8 +27,18 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "text": ("text", "content", "body", "document", "article"),
     "role": ("role", "from", "speaker", "author", "sender"),
     "content": ("content", "value", "text", "message"),
+    "input": ("input", "context", "passage", "background", "document", "evidence"),
+    "system": ("system", "system_prompt", "system_message", "sys_prompt"),
 }
 """What data sets call the parts of a record, the most telling names first."""
+_ROLES: Mapping[str, str] = {
+    **dict.fromkeys(("human", "prompter", "customer", "person", "client", "question"), "user"),
+    **dict.fromkeys(("bot", "gpt", "chatgpt", "ai", "model", "chatbot", "agent", "answer"), ASSISTANT),
+    **dict.fromkeys(("function", "observation"), "tool"),
+}
+"""What data sets call the roles of a chat."""
+_MOST_ROLES = 8
+"""That are named in one fix."""
 
 
 def suggest(key: str, names: Mapping[str, Any], data_format: DataFormat, mapping: MappingPlan) -> Suggestion:
@@ -66,6 +77,18 @@ def suggest_turn(message: Mapping[str, Any], mapping: MappingPlan) -> Suggestion
     return _set({f"{_MAPPING}.role": role, f"{_MAPPING}.content": content})
 
 
+def suggest_roles(roles: Sequence[str]) -> Suggestion | None:
+    """For a chat without an assistant: some of its roles may be other names for those that templates know."""
+    unknown = [role for role in roles if role not in ROLES and _can_be_written(role)][:_MOST_ROLES]
+    if not unknown:
+        return None
+    names = {role: _ROLES[role.strip().lower()] for role in unknown if role.strip().lower() in _ROLES}
+    if ASSISTANT in names.values() and len(names) == len(unknown):
+        return _set({f"{_MAPPING}.roles.{role}": name for role, name in names.items()})
+    shown = json.dumps({role: names.get(role, ASSISTANT) for role in unknown[-1:]})
+    return Suggestion(f"name the role of the answers in {_MAPPING}.roles, as in {shown}")
+
+
 def _can_be_written(name: str) -> bool:
     """In a manifest: the file may hold anything."""
     return name.isprintable() and len(name) <= LONGEST_NAME
@@ -90,6 +113,14 @@ def _preferences(names: Mapping[str, Any]) -> Suggestion:
     )
 
 
+def rated_answers() -> Suggestion:
+    """For prompts with an answer and a label. No change by a program, as above."""
+    return Suggestion(
+        "train on them with a tool for preferences, such as TRL's KTOTrainer; to imitate the desired answers, keep these records "
+        f"alone and remove the key; to imitate undesired ones, too, {_set({f'{_MAPPING}.completion': 'completion'}).fix}"
+    )
+
+
 def _turns(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
     """A list of turns under whatever key."""
     chat = {} if data_format is DataFormat.CHAT else {_FORMAT: "Chat"}
@@ -98,10 +129,10 @@ def _turns(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | No
     for key, value in names.items():
         if _is_turns(value, _SHARE_GPT_TURN):
             kept = {} if key == "conversations" else {f"{_MAPPING}.messages": key}
-            return _set({**chat, f"{_MAPPING}.preset": "ShareGPT", **kept})
+            return _set({**chat, f"{_MAPPING}.preset": "ShareGPT", **kept, **_further(names, "system", but="system")})
         if _is_turns(value, ("role", "content")):
             kept = {} if key == "messages" else {f"{_MAPPING}.messages": key}
-            return _set({**chat, **kept})
+            return _set({**chat, **kept, **_further(names, "system")})
     return None
 
 
@@ -121,13 +152,17 @@ def _other_format(names: Mapping[str, Any], data_format: DataFormat) -> Suggesti
 
 def _texts(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
     """Prompt and completion, or a text, by names that are common for them."""
+    system = _further(names, "system")
+    # Only chats have a system turn.
+    wanted = DataFormat.CHAT if system else data_format if data_format is not DataFormat.TEXT else DataFormat.PROMPT_COMPLETION
+    changes: dict[str, Any] = {} if data_format is wanted else {_FORMAT: wanted.value}
     if all(name in names for name in _ALPACA):
-        is_text = data_format is DataFormat.TEXT
-        return _set({**({_FORMAT: _PAIRS} if is_text else {}), f"{_MAPPING}.preset": "Alpaca"})
+        more = _further({name: value for name, value in names.items() if name not in _ALPACA}, "input", but="input")
+        return _set({**changes, f"{_MAPPING}.preset": "Alpaca", **more, **system})
     pair = {field: _first(names, field) for field in ("prompt", "completion")}
     if all(pair.values()):
-        changes: dict[str, Any] = {_FORMAT: _PAIRS} if data_format is DataFormat.TEXT else {}
-        return _set(changes | {f"{_MAPPING}.{field}": name for field, name in pair.items() if name != field or not changes})
+        more = _further({name: value for name, value in names.items() if name not in pair.values()}, "input")
+        return _set({**changes, **{f"{_MAPPING}.{field}": name for field, name in pair.items()}, **more, **system})
     text = _first(names, "text")
     if text is None:
         return None
@@ -138,6 +173,13 @@ def _texts(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | No
 def _first(names: Mapping[str, Any], field: str) -> str | None:
     by_lower = {name.strip().lower(): name for name in names}
     return next((by_lower[name] for name in _NAMES[field] if name in by_lower), None)
+
+
+def _further(names: Mapping[str, Any], field: str, but: str = "") -> dict[str, str]:
+    """The change that has a further text read, if the records have one. but: a name that is read without it."""
+    texts = {name: value for name, value in names.items() if value is None or isinstance(value, str)}
+    name = _first(texts, field)
+    return {} if name in {None, but} else {f"{_MAPPING}.{field}": str(name)}
 
 
 def _near(key: str, names: Mapping[str, Any], data_format: DataFormat, mapping: MappingPlan) -> Suggestion | None:

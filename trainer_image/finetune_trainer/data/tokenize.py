@@ -17,6 +17,7 @@ from finetune_trainer.data.chat import ChatTemplate, RenderedChat
 from finetune_trainer.data.records import ASSISTANT, TOOLS, Message, Record, RecordProblem, called_name, shown
 from finetune_trainer.data.render_chat import ChatError, Tokenizer, endless_template_error, template_source
 from finetune_trainer.data.render_limit import RecordNote, RenderTimeoutError, render_limit
+from finetune_trainer.data.suggestions import suggest_roles
 from finetune_trainer.data.template_probe import chat_template
 
 __all__ = ["EndlessTemplateError", "TokenizedDocument", "Tokenizer", "tokenize"]
@@ -149,8 +150,11 @@ def _rendered(template: ChatTemplate, record: Record, loss_on: LossOn) -> Render
     if loss_on is LossOn.ALL:
         return template.render_whole(record.messages, record.tools)
     if all(message["role"] != ASSISTANT for message in record.messages):
-        fix = f"add the answer as a turn of the role {ASSISTANT!r}, or remove the record"
-        raise ChatError("messages", "holds no turn of the assistant, so there is nothing to learn", fix)
+        roles = list(dict.fromkeys(str(message["role"]) for message in record.messages))
+        named = suggest_roles(roles)
+        fix = f"add the answer as a turn of the role {ASSISTANT!r}, or remove the record" if named is None else named.fix
+        reason = f"holds no turn of the assistant, so there is nothing to learn; its roles are {', '.join(map(repr, roles))}"
+        raise ChatError("messages", reason, fix, {} if named is None else named.changes)
     last_role = record.messages[-1]["role"]
     if loss_on is LossOn.COMPLETION and last_role != ASSISTANT:
         fix = "end each chat with the assistant's answer, or set spec.data.lossOn: Assistant"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.catalogue.book import make_finding
+from finetune_job.chat_templates import fitting_template, name_of
 from finetune_job.finding import Finding
 from finetune_trainer.data.chat import ChatTemplate
 from finetune_trainer.data.records import Record, RecordProblem
@@ -26,6 +27,8 @@ if TYPE_CHECKING:  # what looks at the first records does without it
     from finetune_job.plan.run_plan import RunPlan
 
 FIELD = "spec.model.source"
+_OF_FOREIGN_TOKENS = ("chat-template-unusable", "chat-marker-split")
+"""What is found if a template is that of another tokenizer."""
 _TODAY = "strftime_now"
 """What transformers gives templates that want to know the date."""
 MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>")
@@ -116,11 +119,14 @@ def check_chat_template(data: TemplateSettings, tokenizer: Tokenizer, directory:
     """
     if data.format is not DataFormat.CHAT:
         return _unknown_end(tokenizer, directory)
-    is_written = data.chat_template is not None
+    is_written, named = data.chat_template is not None, name_of(data.chat_template)
 
     def of_template(rule: str, message: str, fix: str, changes: Mapping[str, Any] | None = None) -> Finding:
         field = "spec.data.chatTemplate" if is_written else FIELD
-        value = (data.chat_template or directory.name)[:80]
+        value = named or (data.chat_template or directory.name)[:80]
+        other = _other_template(tokenizer, named) if rule in _OF_FOREIGN_TOKENS else None
+        if other is not None:
+            fix, changes = f"set {field}: {other}, which fits this tokenizer", {field: other}
         return make_finding(rule, field=field, value=value, message=message, fix=fix, changes=changes)
 
     try:
@@ -155,6 +161,14 @@ def check_chat_template(data: TemplateSettings, tokenizer: Tokenizer, directory:
         dated = "the template writes the date of the preparation into every chat, so data prepared on another day is not the same"
         found.append(of_template("chat-template-dated", dated, f"remove {_TODAY} from the template"))
     return found
+
+
+def _other_template(tokenizer: Tokenizer, named: str | None) -> str | None:
+    """The one of ours whose tokens the tokenizer has, if another of ours is named."""
+    if named is None or not tokenizer.is_fast:
+        return None
+    fitting = fitting_template(frozenset(token.content for token in tokenizer.added_tokens_decoder.values()))
+    return fitting if fitting != named else None
 
 
 def _unknown_end(tokenizer: Tokenizer, directory: Path) -> list[Finding]:

@@ -104,8 +104,9 @@ def check_start(seen: JobInspection) -> Iterable[Finding]:
 def check_memory(seen: JobInspection) -> Iterable[Finding]:
     """Fill in `memory`, as far as the planner knows the model."""
     seen.memory = memory_need(seen.plan, seen.known_structure, seen.known_data.splits)
-    shape = seen.known_structure.shape
-    size = None if shape is None else sum(each.numel for each in shape.parameters if not each.is_trained)
+    shape, adapts = seen.known_structure.shape, seen.plan.method.trains_adapter
+    is_base = [] if shape is None else [each for each in shape.parameters if not each.is_trained or not adapts]
+    size = None if shape is None else sum(each.numel for each in is_base)
     found = (large_on_cpu(seen.plan, size), None if seen.memory is None else seen.memory.finding)
     return [finding for finding in found if finding is not None]
 

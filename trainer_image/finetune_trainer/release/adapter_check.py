@@ -20,6 +20,7 @@ import torch
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.files import MANIFEST_FILE, read_own
+from finetune_trainer.inspection.base_name import base_name
 from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, read_header
 from finetune_trainer.weights.rounding import READ_DTYPES
 
@@ -40,7 +41,7 @@ def tensor_descriptions(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[s
     return {name: {"dtype": names[tensor.dtype], "shape": list(tensor.shape)} for name, tensor in sorted(tensors.items())}
 
 
-def check_adapter(directory: Path, plan: RunPlan) -> ServingReport:
+def check_adapter(directory: Path, plan: RunPlan, base_model: Path) -> ServingReport:
     """Names, shapes and element types are those that were trained, and PEFT finds the base; what engines make of it.
 
     Raises CheckpointError, BrokenCheckpointError.
@@ -60,7 +61,7 @@ def check_adapter(directory: Path, plan: RunPlan) -> ServingReport:
         raise CheckpointError(
             f"{directory / ADAPTER_FILE}: PEFT would not find {strange[:3]}: names begin with {PEFT_PREFIX}", _HINT
         )
-    base = {"base_model_name_or_path": plan.model.name, "revision": plan.model.revision}
+    base = {"base_model_name_or_path": base_name(plan.model.name, base_model), "revision": plan.model.revision}
     for name, expected in base.items():
         if settings.get(name) != expected:
             raise CheckpointError(

@@ -30,6 +30,7 @@ from finetune_trainer.data.findings import (
     too_long,
     wrong_records,
 )
+from finetune_trainer.data.parse import read_keys
 from finetune_trainer.data.read import NoRecordFilesError, Record, RecordProblem, read_file
 from finetune_trainer.data.source_files import SourceFiles, find_files, find_shared
 from finetune_trainer.data.tokenizer_files import (
@@ -38,6 +39,8 @@ from finetune_trainer.data.tokenizer_files import (
     import_renderer,
     keep_rest_of_transformers_out,
 )
+from finetune_trainer.inspection.base_name import adapter_base_problem
+from finetune_trainer.inspection.model_files import inspect_model_files
 from finetune_trainer.preflight.places import not_vacant, not_writable
 from finetune_trainer.processes.start import die_with, keep_torch_out
 
@@ -73,6 +76,8 @@ class SourceLook:
     repeated: int = 0
     held_out: int = 0
     """Training records that are among the held-out ones that were read."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Keys that records have and that are not read -> how many have them."""
     lengths: dict[int, int] = field(default_factory=dict)
     """Records by tokens: the smallest power of two that holds them -> how many."""
 
@@ -89,7 +94,8 @@ def answer(order: Mapping[str, Any], parent: int) -> bytes:
 
 def look(order: Mapping[str, Any]) -> dict[str, Any]:
     """order: `claims_root`, `settings`, `sources` with the fields of DatasetPlan, `model` (a directory, or None), `limit` and
-    `shown` (records of each source), `only_existing` (sources that are not there are left out), `places` to write to.
+    `shown` (records of each source), `only_existing` (sources that are not there are left out), `model_files` to look at and
+    `places` to write to, or None.
     """
     root = Path(order["claims_root"])
     written = order["settings"]
@@ -103,9 +109,9 @@ def look(order: Mapping[str, Any]) -> dict[str, Any]:
     found = [_files_of(each, root) for each in order["sources"]]
     if order["only_existing"]:
         found = [each for each in found if not _is_absent(each)]
-    findings = [*_check_places(order["places"], root)]
+    findings = [*_check_places(order["places"], root), *_check_model(order["model_files"])]
     shared = find_shared((each.named, each.files, ()) for each in found)
-    tokenizer, told = _tokenizer(order["model"], settings)
+    tokenizer, why_not, told = _tokenizer(order["model"], settings)
     findings += told
     looks, shown = [], []
     held_out: set[bytes] = set()
@@ -120,7 +126,7 @@ def look(order: Mapping[str, Any]) -> dict[str, Any]:
         "findings": [finding.model_dump(mode="json") for finding in findings],
         "sources": [asdict(seen) for seen in sorted(looks, key=lambda seen: seen.split != TRAIN)],
         "records": sorted(shown, key=lambda record: record["split"] != TRAIN),
-        "has_tokenizer": tokenizer is not None,
+        "why_no_tokens": why_not,
     }
 
 
@@ -149,24 +155,41 @@ def _check_places(places: Mapping[str, Any] | None, root: Path) -> Iterator[Find
             yield problem
 
 
-def _tokenizer(directory: str | None, settings: DataSettings) -> tuple[FileTokenizer | None, list[Finding]]:
-    """None without a finding if the files are not here, or not of a kind that is read here: preflight looks at them."""
+def _check_model(model: Mapping[str, Any] | None) -> Sequence[Finding]:
+    """Of the base model's files, if they ought to be here. adapter_base: by what name the plan knows it; None: no adapter."""
+    if model is None:
+        return ()
+    directory = Path(model["directory"])
+    findings = inspect_model_files(directory, model["address"], Path(model["claim"])).findings
+    if findings or model["adapter_base"] is None:
+        return findings
+    named = adapter_base_problem(model["adapter_base"], directory)
+    return () if named is None else (named,)
+
+
+def _tokenizer(directory: str | None, settings: DataSettings) -> tuple[FileTokenizer | None, str, list[Finding]]:
+    """None with the reason in words; without a finding if the files are not here, or not of a kind that is read here: preflight
+    looks at them.
+    """
     if directory is None or not (Path(directory) / "tokenizer.json").is_file():
-        return None, []
+        return None, "The tokenizer of the model is not on this machine", []
     from finetune_trainer.data.tokenizer import check_chat_template, unusable
 
     try:
         if settings.format is DataFormat.CHAT:
             import_renderer()
         tokenizer = FileTokenizer(Path(directory))
-    except ModuleNotFoundError:
-        return None, []
+    except ModuleNotFoundError as error:
+        return None, f"The tokenizer cannot be read without {error.name}, which is not installed", []
     except (TokenizerFilesError, OSError) as error:
-        return None, [unusable(Path(directory), f"the tokenizer does not load ({error})")]
+        found = unusable(Path(directory), f"the tokenizer does not load ({error})")
+        return None, "The tokenizer cannot be used, as is said below", [found]
     if tokenizer.eos_token_id is None:
-        return None, []
-    found = check_chat_template(settings, tokenizer, Path(directory))
-    return (None if any(finding.severity == "error" for finding in found) else tokenizer), found
+        return None, "The tokenizer has no token that ends a text", []
+    findings = check_chat_template(settings, tokenizer, Path(directory))
+    if any(finding.severity == "error" for finding in findings):
+        return None, "The chat template cannot be used, as is said below", findings
+    return tokenizer, "", findings
 
 
 def _look_at(
@@ -199,6 +222,8 @@ def _look_at(
             problems[problem.kind] = (before, count + 1)
             continue
         seen.records += 1
+        for key in set(record.keys) - set(read_keys(settings.format, settings.mapping, record.keys)):
+            seen.unread[key] = seen.unread.get(key, 0) + 1
         length = 0 if made is None else len(made.input_ids)
         is_dropped = length > settings.max_sequence_length
         if not is_dropped:
@@ -219,6 +244,7 @@ def _look_at(
             shown.append({"split": named.split, "place": place, "tokens": length, "is_dropped": is_dropped, "pieces": pieces})
     if named.split == VALIDATION:
         held_out |= own
+    seen.unread = dict(sorted(seen.unread.items()))
     seen.lengths = dict(sorted(seen.lengths.items()))
     findings = [*source.warnings, *wrong_records(named, list(problems.values())[:MAX_KINDS])]
     if not first:

@@ -65,7 +65,7 @@ def merge(context: RunContext) -> TerminationReport:
     plan, trained, output = context.plan, context.workspace.adapter, context.output
     require_links_inside(context.base_model, context.base_model_root)
     step = check_trained(trained, context.plan_sha256)
-    serving = check_adapter(trained, plan) if plan.method.trains_adapter else None
+    serving = check_adapter(trained, plan, context.base_model) if plan.method.trains_adapter else None
     output.root.mkdir(parents=True, exist_ok=True)
     layout, digest = release_layout(plan), file_sha256(trained / MANIFEST_FILE)
     # Of the merged model: the one that is there, because a model under that name has been verified.

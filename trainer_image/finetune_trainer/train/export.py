@@ -39,6 +39,7 @@ from finetune_trainer.files import (
     tokenizer_files,
     write_durably,
 )
+from finetune_trainer.inspection.base_name import base_name
 from finetune_trainer.merge.plan import MergePlan, OutputTensor, shard_layout
 from finetune_trainer.model.adapters import (
     adapter_settings,
@@ -114,7 +115,7 @@ def _export_adapter(
     with safe_open(directory / ADAPTER_FILE, framework="pt") as written:
         # An open file has keys() but cannot be iterated over.
         check_saved({name: written.get_tensor(name) for name in written.keys()}, shapes)  # noqa: SIM118
-    settings = adapter_settings(model, context.plan.model.name, context.plan.model.revision)
+    settings = adapter_settings(model, base_name(context.plan.model.name, context.base_model), context.plan.model.revision)
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     for path in licence_files(context.base_model):
         copy_within(path, context.base_model_root, directory / path.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 import subprocess
 import sys
@@ -52,6 +53,29 @@ def test_a_table_with_total_limit_and_change(tmp_path: Path, config: Path) -> No
     assert "limit                   80.0 GiB  --gpu-memory" in result.output
     assert "It fits with" in result.output
     assert rows
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        (["--gpu", "H100"], "79.0 GiB  of one H100"),
+        (["--gpu", "H100", "--gpu-memory", "96Gi"], "96.0 GiB  --gpu-memory"),
+        (["--gpu", "L40S", "--profile", "PRICED"], "44.0 GiB  of one L40S"),
+        (["--profile", "PRICED"], "80.0 GiB  gpu.memory of profile default"),
+    ],
+)
+def test_a_device_that_is_known_by_its_name_limits_a_rank(tmp_path: Path, config: Path, options: list[str], limit: str) -> None:
+    (tmp_path / "profile.yaml").write_text(PRICED)
+    given = [str(tmp_path / "profile.yaml") if each == "PRICED" else each for each in options]
+    result = RUNNER.invoke(app, ["estimate", "-f", manifest(tmp_path, a_job()), "--model", str(config), *given])
+    assert result.exit_code == 0, result.output
+    assert "device memory of one rank" in result.output
+    assert re.search(rf"limit +{limit}\n  fits  ", result.output), result.output
+
+
+def test_of_a_device_that_nobody_knows_no_limit_is_known(tmp_path: Path, config: Path) -> None:
+    result = RUNNER.invoke(app, ["estimate", "-f", manifest(tmp_path, a_job()), "--model", str(config), "--gpu", "V100"])
+    assert "no limit is known: give --gpu-memory" in result.output
 
 
 def test_json_adds_up(tmp_path: Path, config: Path) -> None:

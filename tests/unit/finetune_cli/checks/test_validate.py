@@ -35,7 +35,7 @@ FineTuneJob tuned: accepted
   2 ranks; on GPUs if the profile names one, which is not known here (--profile), or if this machine has them
 
   Left open by the manifest, and chosen:
-    model.attention  """
+    model.hubName  """
 
 
 def test_text_of_a_refused_job():
@@ -113,6 +113,12 @@ def test_a_large_model_without_a_gpu_is_warned_of(name, is_large):
         warning = [each for verdict in validate(f"{PROFILE}---\n{job}").verdicts for each in verdict.findings]
         assert [each.rule for each in warning] == ["large-model-on-cpu"]
     assert findings(f"{WITH_GPU}---\n{job}") == {}
+
+
+def test_a_large_model_is_known_by_its_name_on_the_hub():
+    job = edited("spec.model.hubName", "meta-llama/Llama-3.1-70B")
+    (_, message, _) = findings(f"{PROFILE}---\n{job}")["spec.profile"]
+    assert "the model has about 70 billion parameters" in message
 
 
 def test_a_file_is_read(tmp_path):

@@ -17,6 +17,8 @@ from finetune_cli.local.look import Look
 from finetune_cli.render.data import look_text
 from finetune_trainer.roles.look import look as look_of_trainer
 from tests.support.processor import ALLOWED_SECONDS, FIRST_ANSWER_SECONDS, run_timed, slowness
+from tests.unit.finetune_memory.configs import CONFIGS
+from tests.unit.finetune_trainer.data.record_files import write as write_table
 from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
 
 ROOT = Path(__file__).parents[4]
@@ -45,7 +47,11 @@ MANIFEST = {
 
 @pytest.fixture
 def claims(tmp_path):
-    byte_tokenizer(["<|im_start|>", "<|im_end|>"], eos_token="<|im_end|>").save_pretrained(tmp_path / "claims/models/base")
+    base = tmp_path / "claims/models/base"
+    byte_tokenizer(["<|im_start|>", "<|im_end|>"], eos_token="<|im_end|>").save_pretrained(base)
+    (base / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1}')
+    header = b'{"model.norm.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+    (base / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     write(
         tmp_path / "claims/data/train.jsonl", [CHAT, {"messages": [CHAT["messages"][0], {**CHAT["messages"][1], "content": "b"}]}]
     )
@@ -133,6 +139,36 @@ def test_without_a_tokenizer_records_are_shown_as_they_are(claims):
     assert "The tokenizer of the model is not on this machine" in text
 
 
+@pytest.mark.parametrize(
+    ("files", "data", "said"),
+    [
+        ({}, {"chatTemplate": None}, "The chat template cannot be used, as is said below"),
+        ({}, {"chatTemplate": "Llama3"}, "The chat template cannot be used, as is said below"),
+        ({"tokenizer.json": "{"}, {}, "The tokenizer cannot be used, as is said below"),
+        ({"tokenizer_config.json": "{}", "special_tokens_map.json": "{}"}, {}, "The tokenizer has no token that ends a text"),
+    ],
+)
+def test_why_no_tokens_are_counted_is_told(claims, files, data, said):
+    for name, content in files.items():
+        (claims / "models/base" / name).write_text(content)
+    seen = look(claims, **data)
+    assert not seen.has_tokenizer
+    assert f"{said}, so tokens are not counted and templates not rendered.\n" in look_text(seen, in_colour=False)
+
+
+def test_keys_that_are_not_read_are_named(claims):
+    write(claims / "data/train.jsonl", [{**CHAT, "id": 1, "\x1b[2J": 2, "tools": []}, {**CHAT, "id": 2}])
+    seen = look(claims)
+    assert seen.sources[0]["unread"] == {"\x1b[2J": 1, "id": 2}
+    assert "  keys that are not read: \u241b[2J (of 1), id (of 2)\n" in look_text(seen, in_colour=False)
+
+
+def test_all_columns_count_for_what_is_not_read(claims):
+    write_table(claims / "data/a.parquet", [{"prompt": "q", "completion": "a", "id": 1, "more": "m"}])
+    seen = look(claims, source="pvc://data/a.parquet", format="PromptCompletion", chatTemplate=None)
+    assert seen.sources[0]["unread"] == {"id": 1, "more": 1}
+
+
 def test_a_record_cannot_command_the_terminal(claims):
     write(claims / "data/train.jsonl", [{"prompt": "\x1b[2J", "completion": "\x07"}])
     text = look_text(look(claims, format="PromptCompletion", chatTemplate=None), in_colour=False)
@@ -164,6 +200,81 @@ def test_a_mistake_is_told_within_a_second_and_without_torch(claims, data, rule,
     assert f"error: {rule}" in done.stdout
     assert fix in " ".join(done.stdout.split())
     assert seconds < allowed
+
+
+@pytest.mark.parametrize("command", [VALIDATE, RUN])
+@pytest.mark.parametrize(
+    ("wrong", "rule", "said"),
+    [
+        ("directory", "model-directory-missing", "is not a directory on its claim; next to it are base-2"),
+        ("config.json", "model-config-unreadable", "CLAIMS/models/base/config.json"),
+        ("model.safetensors", "model-weights-missing", "holds neither model.safetensors nor model.safetensors.index.json"),
+    ],
+)
+def test_a_wrong_model_is_told_within_a_second_with_the_users_own_path(claims, command, wrong, rule, said):
+    base = claims / "models/base"
+    if wrong == "directory":
+        base.rename(claims / "models/base-2")
+    else:
+        (base / wrong).unlink()
+    allowed = FIRST_ANSWER_SECONDS * slowness()
+    done, seconds = timed(claims, *command, enough=allowed)
+    assert done.returncode == 1, done.stderr
+    told = "".join(done.stdout.split())
+    assert f"error:{rule}" in told
+    assert "field:spec.model.source" in told
+    assert "".join(said.replace("CLAIMS", str(claims)).split()) in told
+    assert ".finetune" not in told
+    assert seconds < allowed
+
+
+def test_an_adapter_without_a_name_for_its_base_is_told_before_it_is_trained(claims):
+    done = finetune(claims, *VALIDATE)
+    assert done.returncode == 0, done.stdout
+    assert "warning: adapter-base-unnamed" in done.stdout
+    assert "set spec.model.hubName" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--claims", "/nosuch"), "spec.model.source: claim models is the directory /nosuch/models, which does not exist; say"),
+        (("--claims", "CLAIMS", "--claim", "data=/nosuch"), "--claim data=/nosuch: this directory does not exist"),
+        (("--claims", "CLAIMS", "--claim", "dta=/nosuch"), "--claim dta: the job names no such claim; it names models, data"),
+    ],
+)
+def test_a_mistyped_path_of_claims_is_told(claims, arguments, said):
+    done = finetune(claims, "validate", "-f", "JOB", *arguments)
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())
+
+
+def test_validate_names_the_claims_that_it_did_not_look_at(claims):
+    (claims / "models").rename(claims.parent / "models")
+    done = finetune(claims, *VALIDATE)
+    assert done.returncode == 0
+    said = (
+        f"tuned: spec.model.source: claim models is the directory {claims}/models, which does not exist, so it is not looked at"
+    )
+    assert said in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "config", "is_told"),
+    [
+        ({}, "Llama-3.1-8B", True),
+        ({}, "Qwen2.5-0.5B", False),
+        ({"gpu": {}}, "Llama-3.1-8B", False),
+        (None, "Llama-3.1-8B", False),
+    ],
+)
+def test_a_large_model_without_a_gpu_is_known_by_its_files(claims, gpu, config, is_told):
+    (claims / "models/base/config.json").write_text(json.dumps(CONFIGS[config]))
+    profile = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneProfile", "metadata": {"name": "default"}}
+    text = None if gpu is None else yaml.safe_dump({**profile, "spec": {"trainerImage": "t", **gpu}})
+    (verdict,) = with_records(validate(manifest(), text), claims, {}, print, is_given=False).verdicts
+    told = [finding.message for finding in verdict.findings if finding.rule == "large-model-on-cpu"]
+    assert ["8.03 billion parameters" in message for message in told] == ([True] if is_told else [])
 
 
 def test_a_run_is_refused_where_results_exist_or_cannot_be_written(claims):

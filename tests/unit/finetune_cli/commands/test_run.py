@@ -15,6 +15,7 @@ from finetune_cli.app import app
 from finetune_cli.commands import run as command
 from finetune_cli.commands.run import RunEnd, local_plan, run_document
 from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.local.look import Look
 from finetune_cli.local.run_directory import RunDirectory, begun_with, freeze, read_plan, run_directory_of
 from finetune_cli.local.summary import Losses, Summary
 from finetune_job.api.training import GradientReduction
@@ -162,3 +163,15 @@ def test_a_place_that_cannot_be_written_to_is_told_and_no_refusal(
 def test_a_reader_that_has_gone_ends_a_command_without_a_word() -> None:
     with pytest.raises(BrokenPipeError), errors_told():
         raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_run_tells_beforehand_what_no_later_stage_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings = tuple(
+        Finding(rule=rule, severity="warning", field="spec", value="", message=f"about {rule}", fix="do")
+        for rule in ("adapter-base-unnamed", "data-records-dropped")
+    )
+    monkeypatch.setattr(command, "look", lambda *_, **__: Look(findings=warnings))
+    said = io.StringIO()
+    assert command._refused_at_once(PLAN, {}, Console(file=said)) == []
+    assert "about adapter-base-unnamed" in said.getvalue()
+    assert "about data-records-dropped" not in said.getvalue()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from finetune_job.api.base import ClaimPath
 from finetune_job.api.inputs import ModelSpec
 from finetune_job.api.job import FineTuneJobSpec, parse_job
 from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec
+from finetune_job.plan.choices import Choices
 from finetune_job.plan.inputs import base_model_name, input_locations, named_sources, training_sets
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity
@@ -65,7 +68,18 @@ def test_nothing_is_fetched_for_claims() -> None:
     assert plan.fetch is None
 
 
-def test_a_base_has_the_name_of_its_repository() -> None:
-    assert base_model_name(ModelSpec(source="hf://org/base")) == "org/base"
-    assert base_model_name(ModelSpec(source="pvc://models/base")) == "pvc://models/base"
-    assert base_model_name(ModelSpec(source="s3://bucket/base", hub_name="org/base")) == "org/base"
+@pytest.mark.parametrize(
+    ("model", "trains_adapter", "name", "is_told"),
+    [
+        (ModelSpec(source="hf://org/base"), True, "org/base", False),
+        (ModelSpec(source="s3://bucket/base", hub_name="org/base"), True, "org/base", False),
+        (ModelSpec(source="pvc://models/base"), False, "pvc://models/base", False),
+        (ModelSpec(source="pvc://models/base"), True, "pvc://models/base", True),
+    ],
+)
+def test_a_base_has_the_name_of_its_repository(model: ModelSpec, trains_adapter: bool, name: str, is_told: bool) -> None:
+    """A name under which no adapter finds its base is told with the values that were left open."""
+    choices = Choices()
+    assert base_model_name(model, choices, trains_adapter=trains_adapter) == name
+    told = [(choice.field, choice.value, "AutoPeftModel cannot load it" in choice.reason) for choice in choices.made]
+    assert told == ([("spec.model.hubName", "pvc://models/base", True)] if is_told else [])

@@ -28,6 +28,11 @@ ALPACA = [{"instruction": "do", "input": "", "output": "done"}, {"instruction": 
 SHARE_GPT = [{"system": "be", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}]
 PARTS = [{"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in "xy"]}, TURNS[1]]}]
 PAIRS = [{"question": "q", "answer": "a"}]
+DOLLY = [
+    {"instruction": "who", "context": "the book", "response": "X", "category": "qa"},
+    {"instruction": "why", "context": "", "response": "so", "category": "qa"},
+]
+RATED = [{"prompt": "q", "completion": "a", "label": True}, {"prompt": "q", "completion": "b", "label": False}]
 PREFERENCES = [{"prompt": "q", "chosen": "good", "rejected": "bad"}]
 
 
@@ -132,6 +137,53 @@ FORMS = {
     "arrow": ("a", save([{"text": "t"}]), {"format": "Text"}, None, [f"t[{END}]"]),
     "text": ("a.txt", "one\ntwo\n\n\nthree\n", {"format": "Text"}, None, [f"o[ne\ntwo{END}]", f"t[hree{END}]"]),
     "hub": ("a", hub, {"format": "Text"}, None, [f"t[rain-0000{n}-of-00002{END}]" for n in range(2)]),
+    "roles of other names": (
+        "a.jsonl",
+        [{"messages": [{"role": "human", "content": "q"}, {"role": "bot", "content": "a"}]}],
+        CHATS,
+        "data-record-invalid",
+        [CHAT],
+    ),
+    "Dolly": ("a.jsonl", DOLLY, {}, "data-record-invalid", [f"who\nthe book\n[X{END}]", f"why\n[so{END}]"]),
+    "Dolly in Parquet": ("a.parquet", DOLLY, {}, "data-record-invalid", [f"who\nthe book\n[X{END}]", f"why\n[so{END}]"]),
+    "a question on a passage": (
+        "a.jsonl",
+        [{"context": "c", "question": "q", "answer": "a", "id": 1}],
+        {"format": "Text"},
+        "data-record-invalid",
+        [f"q\nc\n[a{END}]"],
+    ),
+    "Alpaca with a context": (
+        "a.jsonl",
+        [{"instruction": "q", "context": "c", "output": "a"}],
+        {},
+        "data-record-invalid",
+        [f"q\nc\n[a{END}]"],
+    ),
+    "a question with a system prompt": (
+        "a.jsonl",
+        [{"system_prompt": "be", "question": "q", "response": "a"}],
+        {},
+        "data-record-invalid",
+        [f"{ASK}system\nbe{END}\n{CHAT}"],
+    ),
+    "turns with a system prompt beside": (
+        "a.jsonl",
+        [{"system_prompt": "be", "chat": TURNS}],
+        CHATS,
+        "data-record-invalid",
+        [f"{ASK}system\nbe{END}\n{CHAT}"],
+    ),
+    "rated answers": ("a.jsonl", RATED, {}, "data-preference-pairs", [f"q\n[a{END}]", f"q\n[b{END}]"]),
+    "rated answers in CSV": ("a.csv", RATED, {}, "data-preference-pairs", [f"q\n[a{END}]", f"q\n[b{END}]"]),
+    "rated answers in Parquet": ("a.parquet", RATED, {}, "data-preference-pairs", [f"q\n[a{END}]", f"q\n[b{END}]"]),
+    "rated turns": (
+        "a.jsonl",
+        [{"prompt": TURNS[:1], "completion": TURNS[1:], "label": False}],
+        CHATS,
+        "data-preference-pairs",
+        [CHAT],
+    ),
     "preferences": ("a.jsonl", PREFERENCES, {}, "data-preference-pairs", [f"q\n[good{END}]"]),
 }
 
@@ -215,6 +267,33 @@ def test_a_role_that_nobody_knows_is_refused_by_a_mapping_of_roles(tmp_path):
     (finding,) = found_in(root, spec_of("a.jsonl", {**CHATS, "mapping": {"preset": "ShareGPT"}}))
     assert "conversations[2].from" in finding.message
     assert 'spec.data.mapping.roles, as in {"function_call": assistant}' in finding.fix
+
+
+def test_rated_answers_are_refused_as_preferences_are(tmp_path):
+    root = claim(tmp_path, "a.jsonl", RATED)
+    (finding,) = found_in(root, spec_of("a.jsonl", {}))
+    assert (finding.rule, finding.value, finding.changes) == ("data-preference-pairs", "true", ())
+    assert "key 'label' says whether the answer is desired" in finding.message
+    assert finding.message.endswith("it would learn undesired answers, too (and the same on 1 more lines)")
+    assert finding.fix == (
+        "train on them with a tool for preferences, such as TRL's KTOTrainer; to imitate the desired answers, keep these records "
+        "alone and remove the key; to imitate undesired ones, too, set spec.data.mapping.completion: completion"
+    )
+
+
+@pytest.mark.parametrize("label", [1, "positive", None, "Truely"])
+def test_a_label_of_another_kind_is_a_key_like_others(tmp_path, label):
+    root = claim(tmp_path, "a.jsonl", [{"prompt": "q", "completion": "a", "label": label}])
+    assert learnt(root, spec_of("a.jsonl", {})) == [f"q[a{END}]"]
+
+
+def test_roles_that_may_mean_anything_are_not_mapped_by_a_program(tmp_path):
+    turns = [{"role": "north", "content": "q"}, {"role": "south", "content": "a"}]
+    root = claim(tmp_path, "a.jsonl", [{"messages": turns}])
+    (finding,) = found_in(root, spec_of("a.jsonl", CHATS))
+    assert "its roles are 'north', 'south'" in finding.message
+    assert finding.fix == 'name the role of the answers in spec.data.mapping.roles, as in {"south": "assistant"}'
+    assert finding.changes == ()
 
 
 @pytest.mark.parametrize("name", ["promt\udc80", "promt\n", "prompt" * 22])

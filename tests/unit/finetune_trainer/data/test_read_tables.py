@@ -39,6 +39,33 @@ def test_a_damaged_table_gives_what_is_whole_and_says_which_line_is_wrong(tmp_pa
     assert [said(item) for item in read_file(path, PAIR)] == [StartsWith(text) for text in found]
 
 
+@pytest.mark.parametrize(
+    ("content", "reason", "fix"),
+    [
+        (
+            "prompt;completion\nq;a\n",
+            "is missing: the values are separated by ';', and commas separate those of a CSV file",
+            "save the file with commas between the values",
+        ),
+        (
+            "prompt\tcompletion\nq\ta\n",
+            "is missing: the values are separated by '\\t', and commas separate those of a CSV file",
+            "save the file with commas between the values",
+        ),
+        (
+            "q1,a1\nq2,a2\n",
+            "is missing: the first line of a CSV file names its columns, and this one holds 'q1', 'a1'",
+            "write the names of the columns into the first line, prompt among them",
+        ),
+    ],
+)
+def test_a_table_without_names_of_columns_or_of_other_delimiters_is_told_so(tmp_path, content, reason, fix):
+    path = tmp_path / "data.csv"
+    path.write_text(content)
+    (problem,) = read_file(path, PAIR)
+    assert (problem.key, problem.reason, problem.fix) == ("prompt", reason, fix)
+
+
 def test_a_table_holds_no_chats(tmp_path):
     (problem,) = read_file(write(tmp_path / "data.csv", [{"id": "1", "notes": "n"}]), CHAT)
     assert "cannot hold chats" in problem.reason

@@ -105,7 +105,7 @@ def written(base: Path, directory: Path, method: dict[str, Any]) -> RunPlan:
 @pytest.mark.parametrize("method", [*LORA.values(), *OTHERS.values()], ids=[*LORA, *OTHERS])
 def test_peft_loads_every_tensor_as_it_is_published(base, tmp_path, method):
     plan = written(base, tmp_path, method)
-    report = check_adapter(tmp_path, plan)
+    report = check_adapter(tmp_path, plan, base)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)
     stored = load_file(tmp_path / "adapter_model.safetensors")
     loaded = get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -119,7 +119,7 @@ def test_peft_loads_every_tensor_as_it_is_published(base, tmp_path, method):
 
 @pytest.mark.parametrize(("method", "word"), NOT_SERVED.values(), ids=NOT_SERVED.keys())
 def test_what_vllm_cannot_load_or_would_scale_wrongly_is_said(base, tmp_path, method, word):
-    report = check_adapter(tmp_path, written(base, tmp_path, method))
+    report = check_adapter(tmp_path, written(base, tmp_path, method), base)
     assert not report.is_served
     assert word in report.text()
     assert report.max_lora_rank is None
@@ -129,14 +129,14 @@ def test_what_vllm_cannot_load_or_would_scale_wrongly_is_said(base, tmp_path, me
     ("name", "rank"), [("LoRA", 8), ("same scaling", 8), ("high rank", 64), ("embedding", 8), ("ranks", 16), ("alphas", 8)]
 )
 def test_the_rank_that_vllm_has_to_be_started_with(base, tmp_path, name, rank):
-    report = check_adapter(tmp_path, written(base, tmp_path, LORA[name]))
+    report = check_adapter(tmp_path, written(base, tmp_path, LORA[name]), base)
     assert report.text() == f"loads with --max-lora-rank {rank}"
     assert any("embedding" in note for note in report.notes) is (name == "embedding")
 
 
 @pytest.mark.parametrize(("name", "scale"), [("ranks", "0.888889"), ("alphas", "0.25"), ("same scaling", ""), ("rsLoRA", "")])
 def test_scales_that_differ_take_a_vllm_that_knows_them(base, tmp_path, name, scale):
-    notes = check_adapter(tmp_path, written(base, tmp_path, LORA[name])).notes
+    notes = check_adapter(tmp_path, written(base, tmp_path, LORA[name]), base).notes
     told = [note for note in notes if "take vLLM 0.32 or later" in note]
     assert len(told) == bool(scale)
     assert all(f"the scale {scale} for model.layers.0.self_attn.q_proj and 2 elsewhere" in note for note in told)
@@ -151,7 +151,7 @@ def test_a_rank_of_a_pattern_that_no_module_has_counts_for_vllm():
 @pytest.mark.parametrize(("name", "converts"), FOR_LLAMA_CPP.items())
 def test_what_llama_cpp_would_compute_otherwise_is_not_converted(base, tmp_path, name, converts):
     method = LORA.get(name) or NOT_SERVED[name][0]
-    assert check_adapter(tmp_path, written(base, tmp_path, method)).is_for_llama_cpp is converts
+    assert check_adapter(tmp_path, written(base, tmp_path, method), base).is_for_llama_cpp is converts
 
 
 def test_a_scale_that_happens_to_be_that_of_the_rank_is_right_for_llama_cpp():
@@ -207,5 +207,5 @@ def test_an_adapter_that_is_not_what_was_trained_is_refused(base, tmp_path, dama
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises((CheckpointError, MergeError)) as caught:
-        check_adapter(tmp_path, plan)
+        check_adapter(tmp_path, plan, base)
     assert "adapter_" in str(caught.value)

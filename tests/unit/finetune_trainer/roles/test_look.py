@@ -57,6 +57,7 @@ def order(claims, data, **changes):
         "limit": 100,
         "shown": 1,
         "only_existing": False,
+        "model_files": None,
         "places": None,
     } | changes
 
@@ -114,4 +115,4 @@ def test_a_tokenizer_that_does_not_load_is_a_finding_and_records_are_read_all_th
     (claims / "models/tokenizer.json").write_text("{")
     seen = look(order(claims, plan()))
     assert [finding["rule"] for finding in seen["findings"]] == ["tokenizer-unusable"]
-    assert (seen["has_tokenizer"], seen["sources"][0]["records"]) == (False, 1)
+    assert (bool(seen["why_no_tokens"]), seen["sources"][0]["records"]) == (True, 1)

@@ -92,15 +92,21 @@ TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content 
 CHAT = {"format": "Chat", "chatTemplate": TEMPLATE}
 
 
+@pytest.mark.parametrize("named_by", ["manifest", "config.json"])
 def test_an_adapter_loads_by_itself_with_the_tokenizer_it_was_trained_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named_by: str
 ) -> None:
     base = tmp_path / "models" / "tiny"
     write_tiny_llama(base, torch.float32)
     write_tokenizer(base)
     (base / "additional_chat_templates").mkdir()
     (base / "additional_chat_templates" / "tool_use.jinja").write_text("the base's own, which is not what is trained")
-    named = {"source": "pvc://models/tiny", "hubName": "org/tiny"}
+    named = {"source": "pvc://models/tiny"}
+    if named_by == "manifest":
+        named["hubName"] = "org/tiny"
+    else:
+        settings = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(settings | {"_name_or_path": "org/tiny"}))
     one_step = {"training": {"maxSteps": 1}, "parallelism": {"processesPerNode": 1}}
     context = run_context(tmp_path, tiny_spec(model=named, data=CHAT, **one_step))
     assert run_gang(context) == [0]

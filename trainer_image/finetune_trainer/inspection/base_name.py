@@ -1,0 +1,62 @@
+"""By what name an adapter calls its base, so that `AutoPeftModel.from_pretrained` finds it. Without torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from finetune_job.api.base import HUB_NAME_PATTERN
+from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
+from finetune_trainer.weights.errors import MergeError
+from finetune_trainer.weights.headers import CONFIG_FILE, read_json
+
+_FIELD = "spec.model.hubName"
+_NAME = "_name_or_path"
+"""Key under which transformers writes from where it had loaded the model that it saves."""
+
+
+def base_name(planned: str, directory: Path) -> str:
+    """What adapter_config.json says. planned: `model.name` of the plan. directory: of the base model."""
+    return planned if _is_hub_name(planned) else _name_in_config(directory) or planned
+
+
+def adapter_base_problem(planned: str, directory: Path) -> Finding | None:
+    """A warning if the manifest does not say what the Hub calls the base: its config.json may name what it was made from."""
+    if _is_hub_name(planned):
+        return None
+    name = _name_in_config(directory)
+    if name is None:
+        message = (
+            f"the adapter will name {planned} as its base, which no library can load: AutoPeftModel.from_pretrained fails, and "
+            "the base has to be given by hand"
+        )
+        return make_finding(
+            "adapter-base-unnamed",
+            field=_FIELD,
+            value="unset",
+            message=message,
+            fix=f"set {_FIELD} to the name of the base on the Hub, <org>/<name>, if it has one",
+        )
+    return make_finding(
+        "adapter-base-guessed",
+        field=_FIELD,
+        value="unset",
+        message=f"the adapter will name {name} as its base, because {CONFIG_FILE} says that the model was loaded from there; if "
+        "it was trained further since then, the adapter belongs to another model than the one it names",
+        fix=f"set {_FIELD}: {name} if that is the base, or else the base's own name",
+        changes={_FIELD: name},
+        is_proposal=True,
+    )
+
+
+def _is_hub_name(name: str) -> bool:
+    return re.match(HUB_NAME_PATTERN, name) is not None
+
+
+def _name_in_config(directory: Path) -> str | None:
+    try:
+        name = read_json(directory / CONFIG_FILE).get(_NAME)
+    except (MergeError, OSError, UnicodeDecodeError):
+        return None
+    return name if isinstance(name, str) and _is_hub_name(name) else None
