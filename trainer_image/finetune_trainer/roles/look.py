@@ -220,7 +220,7 @@ def _look_at(
     if named.split == VALIDATION:
         held_out |= own
     seen.lengths = dict(sorted(seen.lengths.items()))
-    findings = [*source.warnings, *wrong_records(named, list(problems.values())[:MAX_KINDS])]
+    findings = [*source.warnings, *wrong_records(named, list(problems.values())[:MAX_KINDS], seen.records)]
     if not first:
         findings.append(empty(named))
     if seen.held_out:
