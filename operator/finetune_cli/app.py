@@ -22,6 +22,7 @@ from finetune_cli.local_verbs import ClaimPaths, ClaimsDirectory, local_app
 
 if TYPE_CHECKING:
     from finetune_cli.checks.validate import Report
+    from finetune_cli.commands.data import FirstRecords
 
 app = typer.Typer(
     name="finetune",
@@ -106,7 +107,7 @@ def validate(
     Exit code: 0 accepted, 1 refused, 2 unusable input.
 
     With --fix the manifests go to standard output, comments and layout kept, and what was changed to standard error; the exit
-    code is that of the manifests as they are printed.
+    code is that of the manifests as they are printed, their records included.
     """
     from finetune_cli.checks.validate import validate_files
     from finetune_cli.inputs import InputError, read_files
@@ -118,17 +119,15 @@ def validate(
     except InputError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(ExitCode.UNUSABLE) from error
+    records = _first_records(claims, claim)
     if fix:
         if output is not Output.TEXT:
             typer.echo(
                 f"--output {output}: has no effect with --fix, which prints the manifests; leave one of the two out", err=True
             )
             raise typer.Exit(ExitCode.UNUSABLE)
-        raise typer.Exit(_fix(files, profile_text))
-    report = validate_files(files, profile_text)
-    places = claims or DEFAULT_CLAIMS
-    if claim or places.is_dir():
-        report = _with_records(report, places, claim or [], is_given=claims is not None or claim is not None)
+        raise typer.Exit(_fix(files, profile_text, records))
+    report = _judged(validate_files(files, profile_text), records)
     print_answer(output, lambda: report_text(report), lambda: report_document(report))
     raise typer.Exit(report.exit_code)
 
@@ -267,25 +266,36 @@ def explain(
     print_answer(output, lambda: explanations.explained_text(found), lambda: explanations.explained_document(word, found))
 
 
-def _with_records(report: Report, claims: Path, claim: list[str], *, is_given: bool) -> Report:
-    from finetune_cli.commands.data import with_records
+def _first_records(claims: Path | None, claim: list[str] | None) -> FirstRecords | None:
+    """None if nobody says where they are and no run has left any."""
+    places = claims or DEFAULT_CLAIMS
+    if not claim and not places.is_dir():
+        return None
+    from finetune_cli.commands.data import FirstRecords
     from finetune_cli.local.claims import parse_claims
 
     with errors_told():
-        return with_records(report, claims, parse_claims(claim), lambda said: typer.echo(said, err=True), is_given=is_given)
+        return FirstRecords(places, parse_claims(claim or []), is_given=claims is not None or claim is not None)
 
 
-def _fix(files: list[tuple[str, str]], profile: str | None) -> ExitCode:
+def _judged(report: Report, records: FirstRecords | None) -> Report:
+    if records is None:
+        return report
+    with errors_told():
+        return records.judged(report, lambda said: typer.echo(said, err=True))
+
+
+def _fix(files: list[tuple[str, str]], profile: str | None, records: FirstRecords | None) -> ExitCode:
     from finetune_cli.checks.fix import fix as fix_files
     from finetune_cli.checks.validate import validate_files
     from finetune_cli.render.verdicts import fixes_text, report_text
 
-    fixed = fix_files(files, profile)
+    fixed = fix_files(files, profile, None if records is None else records.findings)
     for number, file in enumerate(fixed):
         separator = "---\n" if number and not file.text.startswith("---") else ""
         typer.echo(f"{separator}{file.text}", nl=False)
     typer.echo(fixes_text(fixed), nl=False, err=True)
-    report = validate_files([(file.name, file.text) for file in fixed], profile)
+    report = _judged(validate_files([(file.name, file.text) for file in fixed], profile), records)
     if report.exit_code is not ExitCode.DONE:
         typer.echo(report_text(report), nl=False, err=True)
     return report.exit_code
