@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life, text_of
+from finetune_cli.answers import Output, errors_told, manifest_text, print_answer, signs_of_life, text_of
 from finetune_cli.change_verbs import change_app
 from finetune_cli.cluster_verbs import DEFAULT_CLAIMS, Context, Form, Namespace, cluster_app, explain_job
 from finetune_cli.exit_codes import ExitCode
@@ -39,6 +39,7 @@ app.add_typer(cluster_app)
 app.add_typer(change_app)
 COMPLETION = "_FINETUNE_COMPLETE"
 """Variable by which a shell's script asks for words, as typer names it."""
+Filename = Annotated[str | None, typer.Option("-f", "--filename", help="The same, as kubectl takes it.")]
 
 
 class Shell(StrEnum):
@@ -80,13 +81,13 @@ def completion(shell: Annotated[Shell, typer.Argument(help="The shell.")]) -> No
 
 @app.command()
 def validate(
-    *,
     file: Annotated[
-        list[str],
-        typer.Option(
-            "-f", "--filename", help="Manifests with FineTuneJobs: a file or a directory, repeated; - for standard input."
-        ),
-    ],
+        list[str] | None, typer.Argument(help="Manifests with FineTuneJobs: files or directories; - for standard input.")
+    ] = None,
+    *,
+    filename: Annotated[
+        list[str] | None, typer.Option("-f", "--filename", help="The same, as kubectl takes it; may be repeated.")
+    ] = None,
     output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
     profile: Annotated[Path | None, typer.Option(help="Manifest of the FineTuneProfile to judge with.")] = None,
     claims: Annotated[
@@ -115,7 +116,7 @@ def validate(
 
     profile_text = text_of(str(profile)) if profile is not None else None
     try:
-        files = read_files(file)
+        files = read_files([*(file or []), *(filename or [])])
     except InputError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(ExitCode.UNUSABLE) from error
@@ -134,8 +135,9 @@ def validate(
 
 @app.command()
 def estimate(
+    file: Annotated[str | None, typer.Argument(help="Manifest with one or more FineTuneJobs; - for standard input.")] = None,
     *,
-    file: Annotated[str, typer.Option("-f", "--filename", help="Manifest with one or more FineTuneJobs; - for standard input.")],
+    filename: Filename = None,
     model: Annotated[
         Path | None, typer.Option(help="Directory of the base model, or its config.json; a job's hf:// needs it.")
     ] = None,
@@ -157,7 +159,7 @@ def estimate(
 
     try:
         found = estimate_command.estimate(
-            text_of(file),
+            manifest_text(file, filename),
             profile=text_of(str(profile)) if profile is not None else None,
             claims=claims,
             options=estimate_command.EstimateOptions(model, gpu_memory, gpu, tokens),
@@ -197,8 +199,9 @@ def doctor(
 
 @app.command()
 def data(
+    file: Annotated[str | None, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")] = None,
     *,
-    file: Annotated[str, typer.Option("-f", "--filename", help="Manifest with one FineTuneJob; - for standard input.")],
+    filename: Filename = None,
     claims: ClaimsDirectory = DEFAULT_CLAIMS,
     claim: ClaimPaths = None,
     records: Annotated[int, typer.Option("-n", "--records", min=0, help="Records of each source that are shown.")] = 2,
@@ -217,7 +220,7 @@ def data(
     from finetune_cli.render.verdicts import report_text
 
     with errors_told():
-        seen = look_at(text_of(file), claims, parse_claims(claim or []), shown=records, limit=first)
+        seen = look_at(manifest_text(file, filename), claims, parse_claims(claim or []), shown=records, limit=first)
     if isinstance(seen, Report):
         typer.echo(report_text(seen), nl=False)
         raise typer.Exit(seen.exit_code)
