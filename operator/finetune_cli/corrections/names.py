@@ -27,7 +27,7 @@ _SOURCE, _STORAGE = ("source",), ("volumeClaimTemplate", "storage")
 _DATA_NAMES = dict.fromkeys(("path", "file", "files", "url", "uri", "location", "directory", "dataset", "name", "id"), _SOURCE)
 _MEANT: Mapping[str, Mapping[str, Place]] = {
     "ModelSpec": dict.fromkeys(
-        ("name", "path", "id", "repo", "repoid", "url", "uri", "location", "directory", "checkpoint", "base"), _SOURCE
+        ("path", "repo", "repoid", "url", "uri", "location", "directory", "checkpoint", "base", "id", "name"), _SOURCE
     ),
     "DataSpec": _DATA_NAMES,
     "Dataset": _DATA_NAMES,
@@ -40,7 +40,7 @@ _MEANT: Mapping[str, Mapping[str, Place]] = {
         **dict.fromkeys(("name", "claim", "pvc", "volume", "existingclaim"), ("claimName",)),
     },
 }
-"""By model, and by name without its spelling: the field that is meant, if it is free."""
+"""By model, and by name without its spelling: the field that is meant, if it is free. The most telling names first."""
 
 
 def all_proposals(wrong: WrongField) -> Iterator[Proposal]:
@@ -67,7 +67,7 @@ def _unknown(wrong: WrongField) -> Iterator[Proposal]:
     same = next((each for each in free if letters(each) == letters(str(name))), None)
     if same is not None:
         yield _renamed(wrong, (*parents, same), f"write {same}", is_certain=True)
-    meant = _MEANT.get(holder.__name__, {}).get(letters(str(name))) if holder is not None else None
+    meant = _meant(holder.__name__, str(name), written) if holder is not None else None
     if meant is not None and meant[0] in free and not (meant == _STORAGE and "claimName" in written):
         yield _renamed(wrong, (*parents, *meant), f"write {path_text((*parents, *meant))}", is_certain=True)
     if is_job:
@@ -85,6 +85,14 @@ def _unknown(wrong: WrongField) -> Iterator[Proposal]:
     else:
         reason = "" if near is not None else f"; allowed here: {', '.join(sorted(allowed))}"
     yield Proposal(f"remove {wrong.name}{reason}", wrong.place, None)
+
+
+def _meant(model: str, name: str, written: Mapping[str, Any]) -> Place | None:
+    """None if another name that is written tells more of the same field."""
+    names = _MEANT.get(model, {})
+    meant = names.get(letters(name))
+    others = {letters(each) for each in written}
+    return meant if next((each for each in names if each in others and names[each] == meant), None) == letters(name) else None
 
 
 def _renamed(wrong: WrongField, place: Place, fix: str, *, is_certain: bool) -> Proposal:

@@ -230,6 +230,13 @@ def test_a_pasted_configuration_is_answered_in_all_its_fields() -> None:
     }
 
 
+def test_of_two_names_for_one_field_the_more_telling_one_is_taken() -> None:
+    document = edited_document("spec.model", {"name": "llama", "path": "pvc://models/base"})
+    fixes = {each.field: each.fix for each in found_in(document)}
+    assert fixes["spec.model.path"] == "write spec.model.source"
+    assert fixes["spec.model.name"].startswith("write hubName; write <org>/<name>, or remove spec.model.hubName")
+
+
 def test_a_hundred_slips_are_answered_each() -> None:
     document = edited_document("spec.data.datasets", [{"source": "pvc://data/a", "wieght": "2"} for _ in range(64)])
     del document["spec"]["data"]["source"]
