@@ -65,6 +65,18 @@ def print_answer(output: Output, text: Callable[[], str], document: Callable[[],
             typer.echo(as_yaml(document()), nl=False)
 
 
+def manifest_text(argument: str | None, option: str | None) -> str:
+    """What the one manifest holds that is named behind a command or behind -f. Without one, or with two, the command ends."""
+    from finetune_cli.inputs import InputError, one_file
+
+    try:
+        file = one_file(argument, option)
+    except InputError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(ExitCode.UNUSABLE) from error
+    return text_of(file)
+
+
 def text_of(file: str) -> str:
     """What a file holds, or standard input (`-`). One that cannot be read is told, and ends the command."""
     from finetune_cli.inputs import InputError, read_text

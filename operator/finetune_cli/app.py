@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life, text_of
+from finetune_cli.answers import Output, errors_told, manifest_text, print_answer, signs_of_life, text_of
 from finetune_cli.change_verbs import change_app
 from finetune_cli.cluster_verbs import DEFAULT_CLAIMS, Context, Form, Namespace, cluster_app, explain_job
 from finetune_cli.exit_codes import ExitCode
@@ -22,6 +22,7 @@ from finetune_cli.local_verbs import ClaimPaths, ClaimsDirectory, local_app
 
 if TYPE_CHECKING:
     from finetune_cli.checks.validate import Report
+    from finetune_cli.commands.data import FirstRecords
 
 app = typer.Typer(
     name="finetune",
@@ -38,6 +39,7 @@ app.add_typer(cluster_app)
 app.add_typer(change_app)
 COMPLETION = "_FINETUNE_COMPLETE"
 """Variable by which a shell's script asks for words, as typer names it."""
+Filename = Annotated[str | None, typer.Option("-f", "--filename", help="The same, as kubectl takes it.")]
 
 
 class Shell(StrEnum):
@@ -79,13 +81,13 @@ def completion(shell: Annotated[Shell, typer.Argument(help="The shell.")]) -> No
 
 @app.command()
 def validate(
-    *,
     file: Annotated[
-        list[str],
-        typer.Option(
-            "-f", "--filename", help="Manifests with FineTuneJobs: a file or a directory, repeated; - for standard input."
-        ),
-    ],
+        list[str] | None, typer.Argument(help="Manifests with FineTuneJobs: files or directories; - for standard input.")
+    ] = None,
+    *,
+    filename: Annotated[
+        list[str] | None, typer.Option("-f", "--filename", help="The same, as kubectl takes it; may be repeated.")
+    ] = None,
     output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
     profile: Annotated[Path | None, typer.Option(help="Manifest of the FineTuneProfile to judge with.")] = None,
     claims: Annotated[
@@ -106,7 +108,7 @@ def validate(
     Exit code: 0 accepted, 1 refused, 2 unusable input.
 
     With --fix the manifests go to standard output, comments and layout kept, and what was changed to standard error; the exit
-    code is that of the manifests as they are printed.
+    code is that of the manifests as they are printed, their records included.
     """
     from finetune_cli.checks.validate import validate_files
     from finetune_cli.inputs import InputError, read_files
@@ -114,30 +116,28 @@ def validate(
 
     profile_text = text_of(str(profile)) if profile is not None else None
     try:
-        files = read_files(file)
+        files = read_files([*(file or []), *(filename or [])])
     except InputError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(ExitCode.UNUSABLE) from error
+    records = _first_records(claims, claim)
     if fix:
         if output is not Output.TEXT:
             typer.echo(
                 f"--output {output}: has no effect with --fix, which prints the manifests; leave one of the two out", err=True
             )
             raise typer.Exit(ExitCode.UNUSABLE)
-        raise typer.Exit(_fix(files, profile_text))
-    report = validate_files(files, profile_text)
-    places = claims or DEFAULT_CLAIMS
-    is_given = claims is not None or bool(claim)
-    if is_given or places.is_dir():
-        report = _with_records(report, places, claim or [], is_given=is_given)
+        raise typer.Exit(_fix(files, profile_text, records))
+    report = _judged(validate_files(files, profile_text), records)
     print_answer(output, lambda: report_text(report), lambda: report_document(report))
     raise typer.Exit(report.exit_code)
 
 
 @app.command()
 def estimate(
+    file: Annotated[str | None, typer.Argument(help="Manifest with one or more FineTuneJobs; - for standard input.")] = None,
     *,
-    file: Annotated[str, typer.Option("-f", "--filename", help="Manifest with one or more FineTuneJobs; - for standard input.")],
+    filename: Filename = None,
     model: Annotated[
         Path | None, typer.Option(help="Directory of the base model, or its config.json; a job's hf:// needs it.")
     ] = None,
@@ -159,7 +159,7 @@ def estimate(
 
     try:
         found = estimate_command.estimate(
-            text_of(file),
+            manifest_text(file, filename),
             profile=text_of(str(profile)) if profile is not None else None,
             claims=claims,
             options=estimate_command.EstimateOptions(model, gpu_memory, gpu, tokens),
@@ -199,8 +199,9 @@ def doctor(
 
 @app.command()
 def data(
+    file: Annotated[str | None, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")] = None,
     *,
-    file: Annotated[str, typer.Option("-f", "--filename", help="Manifest with one FineTuneJob; - for standard input.")],
+    filename: Filename = None,
     claims: ClaimsDirectory = DEFAULT_CLAIMS,
     claim: ClaimPaths = None,
     records: Annotated[int, typer.Option("-n", "--records", min=0, help="Records of each source that are shown.")] = 2,
@@ -219,7 +220,7 @@ def data(
     from finetune_cli.render.verdicts import report_text
 
     with errors_told():
-        seen = look_at(text_of(file), claims, parse_claims(claim or []), shown=records, limit=first)
+        seen = look_at(manifest_text(file, filename), claims, parse_claims(claim or []), shown=records, limit=first)
     if isinstance(seen, Report):
         typer.echo(report_text(seen), nl=False)
         raise typer.Exit(seen.exit_code)
@@ -268,25 +269,36 @@ def explain(
     print_answer(output, lambda: explanations.explained_text(found), lambda: explanations.explained_document(word, found))
 
 
-def _with_records(report: Report, claims: Path, claim: list[str], *, is_given: bool) -> Report:
-    from finetune_cli.commands.data import with_records
+def _first_records(claims: Path | None, claim: list[str] | None) -> FirstRecords | None:
+    """None if nobody says where they are and no run has left any."""
+    places = claims or DEFAULT_CLAIMS
+    if claims is None and not claim and not places.is_dir():
+        return None
+    from finetune_cli.commands.data import FirstRecords
     from finetune_cli.local.claims import parse_claims
 
     with errors_told():
-        return with_records(report, claims, parse_claims(claim), lambda said: typer.echo(said, err=True), is_given=is_given)
+        return FirstRecords(places, parse_claims(claim or []), is_given=claims is not None or claim is not None)
 
 
-def _fix(files: list[tuple[str, str]], profile: str | None) -> ExitCode:
+def _judged(report: Report, records: FirstRecords | None) -> Report:
+    if records is None:
+        return report
+    with errors_told():
+        return records.judged(report, lambda said: typer.echo(said, err=True))
+
+
+def _fix(files: list[tuple[str, str]], profile: str | None, records: FirstRecords | None) -> ExitCode:
     from finetune_cli.checks.fix import fix as fix_files
     from finetune_cli.checks.validate import validate_files
     from finetune_cli.render.verdicts import fixes_text, report_text
 
-    fixed = fix_files(files, profile)
+    fixed = fix_files(files, profile, None if records is None else records.findings)
     for number, file in enumerate(fixed):
         separator = "---\n" if number and not file.text.startswith("---") else ""
         typer.echo(f"{separator}{file.text}", nl=False)
     typer.echo(fixes_text(fixed), nl=False, err=True)
-    report = validate_files([(file.name, file.text) for file in fixed], profile)
+    report = _judged(validate_files([(file.name, file.text) for file in fixed], profile), records)
     if report.exit_code is not ExitCode.DONE:
         typer.echo(report_text(report), nl=False, err=True)
     return report.exit_code

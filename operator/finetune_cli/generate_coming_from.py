@@ -9,7 +9,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from finetune_cli.corrections.other_tools import WORD_ANSWERS, answer
+from finetune_cli.corrections.other_tools import answer
+from finetune_cli.corrections.words import WORD_ANSWERS
 from finetune_cli.corrections.wrong_field import letters
 
 _TRAINER: Mapping[str, Any] = {
@@ -113,7 +114,7 @@ def right_column(name: str, value: Any) -> str:
     same = SAME_NAME.get(name)
     if same is not None:
         word = WORD_ANSWERS.get(same, {}).get(letters(str(value)))
-        return f"spec.{same}" if word is None else f"spec.{same}: {word[0]}: {word[1]}"
+        return f"spec.{same}" if word is None else f"spec.{same}: {word.word}: {word.why}"
     found = answer(name, value, WRITTEN)
     if found is None:
         raise KeyError(f"no answer is known for {name}")

@@ -44,7 +44,8 @@ def _section(name: str, command: Any) -> str:
 
 def _argument(parameter: Any) -> str:
     name = parameter.name.upper()
-    return name if parameter.required else f"[{name}]"
+    several = "..." if parameter.nargs == -1 else ""
+    return (name if parameter.required else f"[{name}]") + several
 
 
 def _row(parameter: Any) -> str:

@@ -11,6 +11,7 @@ from finetune_cli.documents import MAX_FILE_BYTES
 STANDARD_INPUT = "-"
 SUFFIXES = (".yaml", ".yml", ".json")
 """Files of a directory that are read, as kubectl does."""
+_NONE = "no manifest is given; name a FILE, or - for standard input"
 
 
 class InputError(Exception):
@@ -26,11 +27,24 @@ def read_text(name: str) -> str:
         with Path(name).open("rb") as file:
             return file.read(MAX_FILE_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{name}: cannot be read ({error}); give a file in UTF-8, or - for standard input") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{name}: cannot be read ({reason}); give a file in UTF-8, or - for standard input") from error
+
+
+def one_file(argument: str | None, option: str | None) -> str:
+    """The one file that a command takes, behind it or behind -f. Raises InputError."""
+    named = [name for name in (argument, option) if name is not None]
+    if not named:
+        raise InputError(_NONE)
+    if len(named) > 1:
+        raise InputError(f"{argument} and -f {option} are two manifests; give one of them")
+    return named[0]
 
 
 def read_files(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Name and text of every file, those of a directory in order of their names. Raises InputError."""
+    """Name and text of every file, those of a directory in order of their names; at least one. Raises InputError."""
+    if not names:
+        raise InputError(_NONE)
     return [(each, read_text(each)) for name in names for each in _files(name)]
 
 

@@ -66,7 +66,8 @@ def read_model(path: Path) -> ModelMetadata:
             raise UnknownModelError(f"{file}: too large for a configuration; give the config.json of a transformers model")
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UnknownModelError(f"{file}: cannot be read ({error}); give a model's directory or its config.json") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UnknownModelError(f"{file}: cannot be read ({reason}); give a model's directory or its config.json") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise UnknownModelError(f"{file}: names no model_type; give the config.json of a transformers model")
     if config.get("is_encoder_decoder") is True:
@@ -91,7 +92,8 @@ def _header(path: Path) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
             if name != "__metadata__":
                 yield name, (str(entry["dtype"]), tuple(int(size) for size in entry["shape"]))
     except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UnknownModelError(f"{path}: is not a safetensors file ({error}); copy it again") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UnknownModelError(f"{path}: is not a safetensors file ({reason}); copy it again") from error
 
 
 def number_of_weights(path: Path) -> int:

@@ -37,7 +37,7 @@ TOLD = {
     "top": ("top", "running "),
     "cost": ("cost", "vision"),
     "compare JOB JOB": ("compare failed succeeded", "Failed"),
-    "download JOB DIR": ("download succeeded {word}", "1 files"),
+    "download JOB DIR": ("download succeeded {word}", "1 file,"),
     "submit FILE": ("submit {word}.yaml", "{word}: created"),
     "submit FILE --watch": ("submit {word}.yaml --watch", "{word}: Succeeded"),
     "suspend JOB": ("suspend running", "running: suspended"),

@@ -51,7 +51,10 @@ class ClusterClient:
             self._api: ApiClient = new_client_from_config(context=context)
             contexts, current = list_kube_config_contexts()
         except (ConfigException, OSError, ValueError, TypeError, KeyError) as error:
-            raise LocalError(f"no usable kubeconfig: {error}; set KUBECONFIG, or name another --context") from error
+            raise LocalError(
+                f"no usable kubeconfig: {str(error).rstrip('.')}; set KUBECONFIG, or name another --context; for runs of this "
+                "machine give list, status, logs or reproduce --local"
+            ) from error
         chosen = current if context is None else next((one for one in contexts if one.get("name") == context), {})
         self.context = str(chosen.get("name") or context or "")
         """Name of the kubeconfig's context."""

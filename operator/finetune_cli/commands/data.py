@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune_cli.checks.validate import DocumentOutcome, DocumentVerdict, Report, validate
@@ -37,33 +37,61 @@ def look_at(manifest: str, claims: Path, claim_paths: Mapping[str, Path], *, sho
     return look(plan, directories, shown=shown, limit=limit)
 
 
-def with_records(
-    report: Report, claims: Path, claim_paths: Mapping[str, Path], say: Callable[[str], None], *, is_given: bool
-) -> Report:
-    """With what the models and the first records of accepted jobs show, as far as they are on this machine. is_given: the user
-    said where the claims are, so that what they lack is a finding; else nothing that is missing is, and records that cannot be
-    looked at are told with `say`. Raises LocalError, if it is said where the claims are.
-    """
-    plans = {
-        number: _plan_here(verdict.job)
-        for number, verdict in enumerate(report.verdicts)
-        if verdict.job is not None and verdict.outcome is DocumentOutcome.ACCEPTED
-    }
-    if plans:
-        _check_given({use.name: use for plan in plans.values() for use in claims_of(plan)}, claim_paths)
-    verdicts = []
-    for number, verdict in enumerate(report.verdicts):
+@dataclass(frozen=True)
+class FirstRecords:
+    """The models and first records of jobs, as far as they are on this machine."""
+
+    claims: Path
+    """Holds a directory for each claim."""
+    claim_paths: Mapping[str, Path]
+    """Directories of claims that are elsewhere."""
+    is_given: bool
+    """The user said where the claims are, so that what they lack is a finding; else nothing that is missing is."""
+
+    def judged(self, report: Report, say: Callable[[str], None]) -> Report:
+        """With what they show of accepted jobs. If nobody said where the claims are, records that cannot be looked at are told
+        with `say`; else it raises LocalError.
+        """
+        plans = {
+            number: _plan_here(verdict.job)
+            for number, verdict in enumerate(report.verdicts)
+            if verdict.job is not None and verdict.outcome is DocumentOutcome.ACCEPTED
+        }
+        if plans:
+            _check_given({use.name: use for plan in plans.values() for use in claims_of(plan)}, self.claim_paths)
+        verdicts = []
+        for number, verdict in enumerate(report.verdicts):
+            try:
+                if self.is_given and number in plans:
+                    for absent in _absent_inputs(plans[number], self.claims, self.claim_paths):
+                        say(f"{verdict.name}: {absent}, so it is not looked at")
+                verdicts.append(self._judged(verdict, plans[number]) if number in plans else verdict)
+            except LocalError as error:
+                if self.is_given:
+                    raise
+                say(f"{verdict.name}: judged without its first records: {error}")
+                verdicts.append(verdict)
+        return Report(tuple(verdicts))
+
+    def findings(self, job: FineTuneJob) -> tuple[Finding, ...]:
+        """Of an accepted job; none if they cannot be looked at, which `judged` tells."""
+        plan = _plan_here(job)
         try:
-            if is_given and number in plans:
-                for absent in _absent_inputs(plans[number], claims, claim_paths):
-                    say(f"{verdict.name}: {absent}, so it is not looked at")
-            verdicts.append(_with_records(verdict, plans[number], claims, claim_paths, is_given) if number in plans else verdict)
-        except LocalError as error:
-            if is_given:
-                raise
-            say(f"{verdict.name}: judged without its first records: {error}")
-            verdicts.append(verdict)
-    return Report(tuple(verdicts))
+            return self._look(plan, local_claims(plan, self.claims, self.claim_paths)).findings
+        except LocalError:
+            return ()
+
+    def _judged(self, verdict: DocumentVerdict, plan: RunPlan) -> DocumentVerdict:
+        directories = local_claims(plan, self.claims, self.claim_paths)
+        seen = self._look(plan, directories)
+        outcome = DocumentOutcome.REFUSED if seen.is_refused else verdict.outcome
+        findings = (*verdict.findings, *_too_large(verdict, plan, directories), *seen.findings)
+        return replace(verdict, outcome=outcome, findings=findings)
+
+    def _look(self, plan: RunPlan, directories: Mapping[str, Path]) -> Look:
+        if all(claim not in directories for _, claim in (*_data_claims(plan), ("", plan.model.location.claim))):
+            return Look()
+        return look(plan, directories, limit=FIRST_JUDGED, must_exist=self.is_given, checks_model=self.is_given)
 
 
 def local_claims(plan: RunPlan, claims: Path, claim_paths: Mapping[str, Path]) -> dict[str, Path]:
@@ -89,18 +117,6 @@ def _absent_inputs(plan: RunPlan, claims: Path, claim_paths: Mapping[str, Path])
     if absent and len(absent) == len(inputs):
         raise LocalError(f"{told[0]}; say where it is with --claims DIR or --claim {absent[0].name}=PATH")
     return told
-
-
-def _with_records(
-    verdict: DocumentVerdict, plan: RunPlan, claims: Path, claim_paths: Mapping[str, Path], is_given: bool
-) -> DocumentVerdict:
-    directories = local_claims(plan, claims, claim_paths)
-    if all(claim not in directories for _, claim in (*_data_claims(plan), ("", plan.model.location.claim))):
-        return verdict
-    seen = look(plan, directories, limit=FIRST_JUDGED, must_exist=is_given, checks_model=is_given)
-    outcome = DocumentOutcome.REFUSED if seen.is_refused else verdict.outcome
-    findings = (*verdict.findings, *_too_large(verdict, plan, directories), *seen.findings)
-    return replace(verdict, outcome=outcome, findings=findings)
 
 
 def _too_large(verdict: DocumentVerdict, plan: RunPlan, directories: Mapping[str, Path]) -> list[Finding]:

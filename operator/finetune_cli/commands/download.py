@@ -47,7 +47,8 @@ class Downloaded:
 
     def text(self) -> str:
         """For a person."""
-        return f"{self.directory}: {self.files} files, as {LIST_NAME} names them; {self.bytes / 1e6:.1f} MB were sent\n"
+        files = f"{self.files} file{'' if self.files == 1 else 's'}"
+        return f"{self.directory}: {files}, as {LIST_NAME} names them; {self.bytes / 1e6:.1f} MB were sent\n"
 
     def document(self) -> dict[str, Any]:
         """For a program."""

@@ -25,6 +25,8 @@ _OWN_SCHEMES = {
     "oci": "oci",
     "docker": "oci",
 }
+_DRIVE = re.compile(r"([A-Za-z]):/+(.+)")
+"""Of a path of Windows."""
 _SEGMENT = re.compile(r"[^A-Za-z0-9._-]+")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|txt|arrow|gz|safetensors)$", re.IGNORECASE)
@@ -62,6 +64,10 @@ def likely_addresses(written: str, use: Use) -> Iterator[Address]:
         return
     if scheme is not None:
         text = f"/{scheme[2]}"
+    drive = _DRIVE.match(text)
+    if drive is not None:
+        yield from _on_claim(f"/mnt/{drive[1].lower()}/{drive[2]}", use, ", which on Windows needs WSL,")
+        return
     if use != "output" and _HUB_NAME.fullmatch(text) and not _FILE.search(text):
         yield Address(f"hf://{HUB_DATASETS if use == 'data' else ''}{text}")
     yield from _on_claim(text, use)
@@ -96,8 +102,9 @@ def _respelt(scheme: str, written: str, rest: str, use: Use) -> Iterator[Address
     yield Address(f"{scheme}://{name}/{path}".rstrip("/"), is_certain=is_spelling and (written != scheme or name == root))
 
 
-def _on_claim(path: str, use: Use) -> Iterator[Address]:
-    """A path of this machine: the claim is the directory around it."""
+def _on_claim(path: str, use: Use, where: str = "") -> Iterator[Address]:
+    """A path of this machine: the claim is the directory around it. where: on which part of the machine a run is."""
+    path = re.sub("/+", "/", path)
     directory, _, name = path.rstrip("/").rpartition("/")
     if not directory and path.startswith("/"):
         directory = "/"
@@ -106,4 +113,4 @@ def _on_claim(path: str, use: Use) -> Iterator[Address]:
     if not leaf:
         return
     renamed = f" (renamed: {name!r} has characters that an address cannot have)" if leaf != name else ""
-    yield Address(f"pvc://{claim}/{leaf}", f"give `finetune run` --claim {claim}={directory or '.'}{renamed}")
+    yield Address(f"pvc://{claim}/{leaf}", f"give `finetune run`{where} --claim {claim}={directory or '.'}{renamed}")

@@ -29,6 +29,8 @@ _EXAMPLES: dict[str, Any] = {
     "VolumeClaimTemplate.storage": "100Gi",
     "TrainingSpec.epochs": 1,
     "TrainingSpec.maxSteps": 100,
+    "LoraSpec.r": 16,
+    "LoraSpec.loraAlpha": 32,
     "WorkspaceSpec.claimName": "workspace",
     "SecretKeyRef.name": "hub-token",
     "SecretRef.name": "bucket-keys",
@@ -43,7 +45,9 @@ _EXAMPLES: dict[str, Any] = {
     "NetworkVariable.name": "NCCL_DEBUG",
     "NetworkVariable.value": "WARN",
 }
-"""Of required fields, and of those without which a rule refuses the job, by model: values that are accepted as they are."""
+"""Of required fields, of those without which a rule refuses the job, and of those whose limits nobody means, by model: values
+that are accepted as they are.
+"""
 
 
 def example(model: type[BaseModel], alias: str) -> Any:

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from finetune_cli.corrections.other_tools import WORD_ANSWERS, WORDS, answer
+from finetune_cli.corrections.other_tools import answer
 from finetune_cli.corrections.proposals import proposals
-from finetune_cli.corrections.wrong_field import Place, Proposal, WrongField, fields_of, letters, model_at, nearest, paths_of
+from finetune_cli.corrections.reasons import REFUSED_WORDS, accepted_words, listed
+from finetune_cli.corrections.words import FORM_PRESETS, WORD_ANSWERS, WORDS
+from finetune_cli.corrections.wrong_field import (
+    Place,
+    Proposal,
+    WrongField,
+    fields_of,
+    letters,
+    model_at,
+    nearest,
+    path_text,
+    paths_of,
+)
 from finetune_job.api.job import FineTuneJob, FineTuneJobSpec
-from finetune_job.methods import METHODS
-from finetune_job.rules.method_configuration.lora import REFUSED_INITS
 
-_REFUSED_WORDS = frozenset({*map(str, REFUSED_INITS), *(str(kind) for kind, method in METHODS.items() if method.refused)})
-"""Values that the schema has so that a rule can say why they are refused: nobody is advised to write them."""
+_SOURCE, _STORAGE = ("source",), ("volumeClaimTemplate", "storage")
+_DATA_NAMES = dict.fromkeys(("path", "file", "files", "url", "uri", "location", "directory", "dataset", "name", "id"), _SOURCE)
+_MEANT: Mapping[str, Mapping[str, Place]] = {
+    "ModelSpec": dict.fromkeys(
+        ("path", "repo", "repoid", "url", "uri", "location", "directory", "checkpoint", "base", "id", "name"), _SOURCE
+    ),
+    "DataSpec": _DATA_NAMES,
+    "Dataset": _DATA_NAMES,
+    "ValidationData": _DATA_NAMES,
+    "OutputSpec": dict.fromkeys(
+        ("path", "dir", "directory", "url", "uri", "location", "repo", "repoid", "name", "target"), ("destination",)
+    ),
+    "WorkspaceSpec": {
+        **dict.fromkeys(("size", "storage", "capacity", "disk"), _STORAGE),
+        **dict.fromkeys(("name", "claim", "pvc", "volume", "existingclaim"), ("claimName",)),
+    },
+}
+"""By model, and by name without its spelling: the field that is meant, if it is free. The most telling names first."""
 
 
 def all_proposals(wrong: WrongField) -> Iterator[Proposal]:
@@ -41,6 +67,9 @@ def _unknown(wrong: WrongField) -> Iterator[Proposal]:
     same = next((each for each in free if letters(each) == letters(str(name))), None)
     if same is not None:
         yield _renamed(wrong, (*parents, same), f"write {same}", is_certain=True)
+    meant = _meant(holder.__name__, str(name), written) if holder is not None else None
+    if meant is not None and meant[0] in free and not (meant == _STORAGE and "claimName" in written):
+        yield _renamed(wrong, (*parents, *meant), f"write {path_text((*parents, *meant))}", is_certain=True)
     if is_job:
         yield from _of_other_tool(wrong, str(name))
     near = nearest(str(name), free)
@@ -50,9 +79,20 @@ def _unknown(wrong: WrongField) -> Iterator[Proposal]:
         yield from _elsewhere(wrong, str(name))
     if near is not None:
         yield _renamed(wrong, (*parents, near[0]), f"write {near[0]}", is_certain=False)
-    taken = nearest(str(name), allowed)
-    reason = f"{taken[0]} is written already" if taken is not None else f"allowed here: {', '.join(sorted(allowed))}"
-    yield Proposal(f"remove {wrong.name}; {reason}", wrong.place, None)
+    taken = nearest(str(name), [each for each in allowed if each in written])
+    if taken is not None and (near is None or taken[1]):
+        reason = f"; {taken[0]} is written already"
+    else:
+        reason = "" if near is not None else f"; allowed here: {', '.join(sorted(allowed))}"
+    yield Proposal(f"remove {wrong.name}{reason}", wrong.place, None)
+
+
+def _meant(model: str, name: str, written: Mapping[str, Any]) -> Place | None:
+    """None if another name that is written tells more of the same field."""
+    names = _MEANT.get(model, {})
+    meant = names.get(letters(name))
+    others = {letters(each) for each in written}
+    return meant if next((each for each in names if each in others and names[each] == meant), None) == letters(name) else None
 
 
 def _renamed(wrong: WrongField, place: Place, fix: str, *, is_certain: bool) -> Proposal:
@@ -91,21 +131,35 @@ def _words(wrong: WrongField) -> Iterator[Proposal]:
     """For a value that an enumeration does not have: ours for another tool's, the nearest, or the list of all."""
     path = ".".join(str(part) for part in wrong.place[1:])
     asked = letters(str(wrong.value).lower())
-    known = WORDS.get(path, {}).get(asked)
-    if known is not None and wrong.place[0] == "spec":
-        yield Proposal(f"write {known}", wrong.place, known, is_certain=True)
-    meant, why = WORD_ANSWERS.get(path, {}).get(asked, (None, ""))
-    if meant is not None:
-        yield Proposal(f"write {meant}: {why}", wrong.place, meant)
-    expected = str(wrong.context.get("expected"))
+    if wrong.place[0] == "spec":
+        yield from _words_of_others(wrong, path, asked)
     for proposal in proposals(wrong):
-        if proposal.value in _REFUSED_WORDS:
-            accepted = ", ".join(
-                word for word in expected.replace("'", "").replace(" or ", ", ").split(", ") if word not in _REFUSED_WORDS
-            )
-            without = next(each for each in proposals(wrong) if each.value not in _REFUSED_WORDS)
+        if proposal.value in REFUSED_WORDS:
+            without = next(each for each in proposals(wrong) if each.value not in REFUSED_WORDS)
+            accepted = _all_words(wrong).replace("'", "")
             yield replace(without, fix=f"write one of {accepted}; {proposal.value} is not supported", is_certain=False)
         elif proposal.value is None:
-            yield replace(proposal, fix=f"write {expected}")
+            yield replace(proposal, fix=f"write {_all_words(wrong)}")
         else:
             yield proposal
+
+
+def _all_words(wrong: WrongField) -> str:
+    words = accepted_words(wrong)
+    text = listed(words, last="or one of")
+    return text if text.endswith("'") else f"{text}, which `finetune explain {wrong.name}` lists"
+
+
+def _words_of_others(wrong: WrongField, path: str, asked: str) -> Iterator[Proposal]:
+    known = WORDS.get(path, {}).get(asked)
+    if known is not None:
+        yield Proposal(f"write {known}", wrong.place, known, is_certain=True)
+    meant = WORD_ANSWERS.get(path, {}).get(asked)
+    if meant is not None:
+        fix = f"write {meant.word}: {meant.why}"
+        yield Proposal(fix, wrong.place, meant.word, message=meant.reason, note=meant.why)
+    preset = FORM_PRESETS.get(asked) if path == "data.format" else None
+    place = (*wrong.place[:-1], "mapping", "preset")
+    if preset is not None and _at(wrong.content, place) is None:
+        fix = f"write {preset[0]}, and {path_text(place)}: {preset[1]}"
+        yield Proposal(fix, wrong.place, preset[0], is_certain=True, more=((place, preset[1]),))

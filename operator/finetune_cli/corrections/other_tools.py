@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune_cli.corrections.words import ATTENTIONS, DTYPES, FP8, NO_PREFERENCES, OPTIMIZERS, PRECISIONS, SCHEDULERS
 from finetune_cli.corrections.wrong_field import letters
-from finetune_job.api.inputs import Attention, LossOn
+from finetune_job.api.inputs import LossOn
 from finetune_job.api.method import MethodType
-from finetune_job.api.training import ActivationCheckpointing, OptimizerName, Precision, Scheduler
+from finetune_job.api.training import Precision
 
 Spec = Mapping[str, Any]
 
@@ -76,8 +77,8 @@ def _is_off(value: Any) -> bool:
 
 def _accumulation(value: Any, spec: Spec) -> Equivalent:
     training, parallelism = _part(spec, "training"), _part(spec, "parallelism")
-    micro = next((count for name, size in training.items() if letters(name) in _MICRO_BATCH and (count := _count(size))), None)
-    ranks = (_count(parallelism.get("nodes")) or 1) * (_count(parallelism.get("processesPerNode")) or 1)
+    micro = _count_of(training, _MICRO_BATCH)
+    ranks = (_count_of(parallelism, _NODES) or 1) * (_count_of(parallelism, _PROCESSES) or 1)
     steps = _count(value) or 1
     total = (micro or 1) * ranks * steps
     is_known = micro is not None and "globalBatchSize" not in training
@@ -87,6 +88,11 @@ def _accumulation(value: Any, spec: Spec) -> Equivalent:
         {"training.globalBatchSize": min(total, 1_000_000)},
         is_certain=is_known,
     )
+
+
+def _count_of(part: Spec, names: Container[str]) -> int | None:
+    """A number under whichever of its names."""
+    return next((count for name, value in part.items() if letters(name) in names and (count := _count(value))), None)
 
 
 def _count(value: Any) -> int | None:
@@ -153,13 +159,13 @@ def _half(value: Any, _spec: Spec) -> Equivalent:
 
 
 def _mixed_precision(value: Any, spec: Spec) -> Equivalent:
-    if letters(str(value)) == _FP8:
+    if letters(str(value)) == FP8:
         return Equivalent(
             f"write spec.training.precision: {Precision.BF16.value} and spec.training.fp8: true",
             {"training.precision": Precision.BF16.value, "training.fp8": True},
             is_certain=True,
         )
-    return _words("training.precision", _PRECISIONS, Precision.BF16.value)(value, spec)
+    return _words("training.precision", PRECISIONS, Precision.BF16.value)(value, spec)
 
 
 def _in_quarters(value: Any, _spec: Spec) -> Equivalent:
@@ -189,65 +195,8 @@ def _profile(what: str) -> _Translate:
 
 
 _MICRO_BATCH = ("microbatchsize", "perdevicetrainbatchsize", "perdevicebatchsize", "microbatch")
-_OPTIMIZERS = {
-    **dict.fromkeys(
-        ("adam", "adamw", "adamwtorch", "adamwtorchfused", "adamwhf", "adamwapexfused", "adamwanyprecision"),
-        OptimizerName.ADAMW.value,
-    ),
-    "sgd": OptimizerName.SGD.value,
-    "radam": OptimizerName.RADAM.value,
-}
-_SCHEDULERS = {
-    "constant": Scheduler.CONSTANT.value, "constantwithwarmup": Scheduler.CONSTANT.value, "linear": Scheduler.LINEAR.value,
-    "cosine": Scheduler.COSINE.value, "inversesqrt": Scheduler.INVERSE_SQRT.value,
-    "warmupstabledecay": Scheduler.WARMUP_STABLE_DECAY.value, "wsd": Scheduler.WARMUP_STABLE_DECAY.value,
-}  # fmt: skip
-_DTYPES = {
-    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bfloat16"),
-    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "float16"),
-    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "float32"),
-}
-_FP8 = "fp8"
-_PRECISIONS = {**dict.fromkeys(("bf16", "bfloat16", "bf16mixed"), "bf16"), **dict.fromkeys(("no", "fp32", "float32"), "fp32")}
-_ATTENTIONS = {"sdpa": Attention.SDPA.value, "eager": Attention.EAGER.value}
-
-WORDS: Mapping[str, Mapping[str, str]] = {
-    "training.optimizer": _OPTIMIZERS,
-    "training.scheduler": _SCHEDULERS,
-    "training.precision": _PRECISIONS,
-    "model.dtype": _DTYPES,
-    "parallelism.fsdp.mixedPrecision.paramDtype": _DTYPES,
-    "parallelism.fsdp.mixedPrecision.reduceDtype": _DTYPES,
-    "method.quantization.computeDtype": _DTYPES,
-    "merge.dtype": _DTYPES,
-    "training.activationCheckpointing": {
-        "true": ActivationCheckpointing.FULL.value, "false": ActivationCheckpointing.NONE.value,
-        "no": ActivationCheckpointing.NONE.value, "yes": ActivationCheckpointing.FULL.value,
-    },
-}  # fmt: skip
-"""Words of others for values of our fields, by path under `spec`; each means the same as ours."""
-WORD_ANSWERS: Mapping[str, Mapping[str, tuple[str, str]]] = {
-    "model.attention": {
-        **dict.fromkeys(
-            ("flashattention2", "flashattention3", "flashattention", "flash", "xformers", "flexattention"),
-            (
-                Attention.VARLEN.value,
-                "torch has such kernels itself; left out, preflight chooses them on a GPU if the model allows it",
-            ),
-        )
-    },
-    "training.optimizer": dict.fromkeys(
-        ("adamw8bit", "adamwbnb8bit", "pagedadamw8bit", "pagedadamw32bit", "pagedadamw", "adafactor", "lion", "muon", "galore"),
-        (OptimizerName.ADAMW.value, "8-bit and paged optimizers are not offered; the ranks share the state of AdamW instead"),
-    ),
-    "training.precision": dict.fromkeys(
-        ("fp16", "float16", "16", "16mixed", "half"),
-        (Precision.BF16.value, "it needs no loss scaling, and float16 is not offered"),
-    )
-    | {_FP8: (Precision.BF16.value, "products in FP8 are a switch of their own, spec.training.fp8: true")},
-}
-"""Words of others that mean something else: what to write instead, and why."""
-
+_PROCESSES = ("processespernode", "numgpus", "gpus", "gpuspernode", "nprocpernode", "numgpuspernode", "ngpus", "devices")
+_NODES = ("nodes", "numnodes", "nnodes", "nummachines", "workers")
 _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     (("lr", "learning_rate"), _same("training.learningRate")),
     (_MICRO_BATCH, _same("training.microBatchSize")),
@@ -257,8 +206,8 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
         "those of one rank at a time", {"training.globalBatchSize": value})),
     (("num_train_epochs", "num_epochs", "max_epochs", "epoch"), _same("training.epochs")),
     (("steps", "num_steps", "max_train_steps", "train_steps", "num_training_steps"), _same("training.maxSteps")),
-    (("lr_scheduler_type", "lr_scheduler", "scheduler_type"), _words("training.scheduler", _SCHEDULERS, "Cosine")),
-    (("optim", "optimizer_name"), _words("training.optimizer", _OPTIMIZERS, "AdamW")),
+    (("lr_scheduler_type", "lr_scheduler", "scheduler_type"), _words("training.scheduler", SCHEDULERS, "Cosine")),
+    (("optim", "optimizer_name"), _words("training.optimizer", OPTIMIZERS, "AdamW")),
     (("warmup_steps", "num_warmup_steps"), _warmup_steps),
     (("gradient_clipping", "max_gradient_norm", "clip_grad_norm", "grad_clip"), _same("training.maxGradNorm")),
     (("gradient_checkpointing", "use_gradient_checkpointing"), _switch("training.activationCheckpointing", "Full", "None")),
@@ -298,9 +247,7 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
         "the loss is computed a part at a time here, so that the logits of a batch never exist")),
     (("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size"), _not_here(
         "ranks share weights by FSDP alone, and each sequence is on one rank; shorten spec.data.maxSequenceLength")),
-    (("rl", "stage", "loss_type", "beta"), _not_here(
-        "supervised fine-tuning is all there is; train on preferences or rewards with TRL, and merge its adapter with "
-        "`finetune merge`")),
+    (("rl", "stage", "loss_type", "beta"), _not_here(NO_PREFERENCES)),
     (("val_set_size", "val_size", "validation_split", "eval_dataset"), _not_here(
         "name held-out records in spec.data.validation.source; nothing is split off")),
     (("lora_r", "lora_rank", "rank", "lora_dim"), _same("method.lora.r")),
@@ -317,16 +264,16 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     (("quantization_bit",), lambda value, spec: (_in_eighths if value == 8 else _in_quarters)(value, spec)),
     (("bnb_4bit_quant_type", "quantization_type"), _same("method.quantization.quantType")),
     (("bnb_4bit_use_double_quant", "double_quantization"), _same("method.quantization.doubleQuant")),
-    (("bnb_4bit_compute_dtype",), _words("method.quantization.computeDtype", _DTYPES, "bfloat16")),
+    (("bnb_4bit_compute_dtype",), _words("method.quantization.computeDtype", DTYPES, "bfloat16")),
     (("adapter", "finetuning_type", "peft_type", "peft_method"), _same("method.type")),
     (("model_name_or_path", "base_model", "model_id", "model_name", "pretrained_model_name_or_path", "hf_model"),
      _same("model.source")),
-    (("torch_dtype", "dtype"), _words("model.dtype", _DTYPES, "bfloat16")),
+    (("torch_dtype", "dtype"), _words("model.dtype", DTYPES, "bfloat16")),
     (("attn_implementation", "attention_implementation", "flash_attn", "use_flash_attention_2", "flash_attention"),
      lambda value, _spec: Equivalent(
-         f"write spec.model.attention: {_ATTENTIONS.get(str(value), 'varlen')}; left out, preflight chooses torch's own flash "
+         f"write spec.model.attention: {ATTENTIONS.get(str(value), 'varlen')}; left out, preflight chooses torch's own flash "
          "kernels on a GPU if the model allows them",
-         {"model.attention": _ATTENTIONS.get(str(value), "varlen")}, is_certain=str(value) in _ATTENTIONS)),
+         {"model.attention": ATTENTIONS.get(str(value), "varlen")}, is_certain=str(value) in ATTENTIONS)),
     (("trust_remote_code",), _same("model.allowRemoteCode")),
     (("train_file", "dataset", "dataset_name", "dataset_path", "train_data", "data_path"), _same("data.source")),
     (("max_seq_length", "max_length", "sequence_len", "sequence_length", "seq_len", "cutoff_len", "context_length",
@@ -335,9 +282,8 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     (("output_dir", "output_path"), _same("output.destination")),
     (("push_to_hub",), _not_here("an hf:// address in spec.output.destination publishes to the Hub")),
     (("hub_model_id", "push_to_hub_model_id"), _same("output.destination")),
-    (("num_gpus", "gpus", "gpus_per_node", "nproc_per_node", "num_gpus_per_node", "n_gpus", "devices"),
-     _same("parallelism.processesPerNode")),
-    (("num_nodes", "nnodes", "num_machines", "workers"), _same("parallelism.nodes")),
+    (_PROCESSES, _same("parallelism.processesPerNode")),
+    (_NODES, _same("parallelism.nodes")),
     (("fsdp_auto_wrap_policy",), _same("parallelism.fsdp.autoWrapPolicy")),
     (("fsdp_transformer_layer_cls_to_wrap",), _same("parallelism.fsdp.transformerLayerClsToWrap")),
     (("fsdp_offload_params", "cpu_offload"), _same("parallelism.fsdp.offloadParams")),

@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from decimal import ROUND_CEILING, Decimal, InvalidOperation
 from typing import Any
 
 from finetune_cli.corrections.addresses import Use, likely_addresses, slug
 from finetune_cli.corrections.examples import example
+from finetune_cli.corrections.reasons import is_form
 from finetune_cli.corrections.sizes import likely_sizes
 from finetune_cli.corrections.wrong_field import LONGEST_WORD, Proposal, WrongField, model_at, nearest, path_text
-from finetune_job.api.base import DESTINATION_PATTERN, SOURCE_PATTERN
+from finetune_job.api.base import DESTINATION_PATTERN, HUB_NAME_PATTERN, SOURCE_PATTERN
+from finetune_job.api.inputs import DataSpec
 from finetune_job.rules.outputs.settings import WRITE_TOKEN_SECRET
 from finetune_job.rules.rule import yaml_text
 from finetune_job.rules.sources import NO_COMMIT
@@ -34,9 +37,9 @@ def _none(_wrong: WrongField) -> Iterator[Proposal]:
     return iter(())
 
 
-def _set(wrong: WrongField, value: Any, *, is_certain: bool = False, note: str = "", message: str = "") -> Proposal:
+def _set(wrong: WrongField, value: Any, *, is_certain: bool = False, note: str = "") -> Proposal:
     fix = f"write {yaml_text(value)}" + (f", and {note}" if note else "")
-    return Proposal(fix, wrong.place, value, is_certain=is_certain, message=message)
+    return Proposal(fix, wrong.place, value, is_certain=is_certain, note=note)
 
 
 # A field that is not there
@@ -91,6 +94,16 @@ def _text(wrong: WrongField) -> Iterator[Proposal]:
         yield Proposal(f'put the value in quotes: "{text}"', wrong.place, text, is_certain=True)
     elif isinstance(wrong.value, list) and len(wrong.value) == 1 and isinstance(wrong.value[0], str):
         yield Proposal(f"write {yaml_text(wrong.value[0])}, not a list", wrong.place, wrong.value[0], is_certain=True)
+    elif _names_several_sources(wrong):
+        sources = [{"source": each} for each in wrong.value]
+        place = (*wrong.place[:-1], "datasets")
+        fix = f"write {path_text(place)}: [{', '.join(_nested(each) for each in sources)}]"
+        yield Proposal(fix, wrong.place, None, is_certain=True, more=((place, sources),), message="is a list, not one address")
+
+
+def _names_several_sources(wrong: WrongField) -> bool:
+    is_training_data = wrong.holder is DataSpec and wrong.place[-1] == "source" and isinstance(wrong.value, list)
+    return is_training_data and bool(wrong.value) and all(isinstance(each, str) for each in wrong.value)
 
 
 def _list(wrong: WrongField) -> Iterator[Proposal]:
@@ -141,46 +154,29 @@ def _pattern(wrong: WrongField) -> Iterator[Proposal]:
     text = wrong.value if isinstance(wrong.value, str) else ""
 
     def fits(value: str) -> bool:
-        return re.fullmatch(pattern.strip("^$"), value) is not None
+        return is_form(pattern, value)
 
     if pattern in _PLACES:
         yield from _address(wrong, text, fits)
     elif "Gi" in pattern:
-        yield from (
-            _set(wrong, size, is_certain=sure, message="is not a size as this field takes it")
-            for size, sure in likely_sizes(text, fits)
-        )
+        yield from (_set(wrong, size, is_certain=sure) for size, sure in likely_sizes(text, fits))
     elif wrong.place[-1] == "revision":
-        words = (
-            "is not a commit: branches and tags move, so a revision has the 40 digits of a commit, which the repository's page "
-            "shows"
-        )
-        yield _set(wrong, NO_COMMIT, note="put the commit in its place", message=words)
-    else:
+        yield _set(wrong, NO_COMMIT, note="put the commit in its place")
+    elif pattern != HUB_NAME_PATTERN:
         candidates = dict.fromkeys((text.strip(), slug(text, "."), slug(text), re.sub(r"[^A-Za-z0-9_-]+", "-", text)[:63]))
-        words = "may have letters, digits and dashes, and begins and ends with a letter or digit" if fits("a-1") else ""
-        words = words.replace("letters", "lower-case letters") if not fits("A-1") else words
-        yield from (_set(wrong, each, is_certain=True, message=words) for each in candidates if fits(each))
+        yield from (_set(wrong, each, is_certain=True) for each in candidates if fits(each))
 
 
 def _address(wrong: WrongField, text: str, fits: Callable[[str], bool]) -> Iterator[Proposal]:
-    pattern = str(wrong.context.get("pattern"))
-    use: Use = "model" if wrong.place[-2:-1] == ("model",) else _PLACES[pattern]
-    message = "is not an address: pvc://<claim>/<path> is a path on a volume, s3://<bucket>/<prefix> a bucket, " + (
-        "hf://<org>/<name> a repository"
-        if use != "output"
-        else "hf://<org>/<model> a repository, oci://<registry>/<repository>:<tag> an image registry"
-    )
+    use: Use = "model" if wrong.place[-2:-1] == ("model",) else _PLACES[str(wrong.context.get("pattern"))]
     for address in likely_addresses(text, use):
         if not fits(address.text):
             continue
         more, note = _with_hub(wrong, use) if address.text.startswith("hf://") else ((), address.note)
-        made = _set(wrong, address.text, is_certain=address.is_certain and not more, note=note, message=message)
-        yield Proposal(made.fix, made.place, made.value, made.is_certain, more, message)
+        made = _set(wrong, address.text, is_certain=address.is_certain and not more, note=note)
+        yield replace(made, more=more)
     if wrong.holder is not None:
-        yield _set(
-            wrong, example(wrong.holder, str(wrong.place[-1])), note="the claim and the path that hold it", message=message
-        )
+        yield _set(wrong, example(wrong.holder, str(wrong.place[-1])), note="the claim and the path that hold it")
 
 
 def _with_hub(wrong: WrongField, use: Use) -> tuple[tuple[tuple[tuple[int | str, ...], Any], ...], str]:
@@ -205,8 +201,9 @@ def _range(wrong: WrongField) -> Iterator[Proposal]:
     side = "below" if wrong.kind == "greater_than_equal" else "above"
     message = f"is {side} {limit}, the {'least' if side == 'below' else 'most'} that is allowed"
     usual = default if isinstance(default, int) and not isinstance(default, bool) else limit
-    if isinstance(usual, int) and side == "above":
-        usual = limit
+    if side == "above":
+        named = example(wrong.holder, str(wrong.place[-1])) if wrong.holder is not None else None
+        usual = named if isinstance(named, int) else limit
     if isinstance(usual, int):
         yield Proposal(f"write {usual}{meaning}", wrong.place, usual, message=message)
 
@@ -245,7 +242,7 @@ def _shorter(wrong: WrongField) -> Iterator[Proposal]:
 def _otherwise(wrong: WrongField) -> Iterator[Proposal]:
     """The field left out where that is possible, else an example."""
     meaning = f" ({wrong.meaning.rstrip('.')})" if wrong.meaning else ""
-    hint = _TYPE_WORDS.get(wrong.kind) or str(wrong.context.get("error", "")).partition("; ")[2]
+    hint = _hint(wrong)
     value = example(wrong.holder, str(wrong.place[-1])) if wrong.holder is not None and wrong.plain == wrong.place else None
     if value is not None:
         yield Proposal(f"{hint or 'write another value'}, such as {_nested(value)}{meaning}", wrong.place, value)
@@ -253,6 +250,14 @@ def _otherwise(wrong: WrongField) -> Iterator[Proposal]:
         yield Proposal(f"{hint or 'write another value'}, or remove {wrong.name}{meaning}", wrong.place, None)
         if wrong.plain != wrong.place:
             yield Proposal(f"remove {path_text(wrong.plain)}{meaning}", wrong.plain, None)
+
+
+def _hint(wrong: WrongField) -> str:
+    if wrong.kind == "string_type" and isinstance(wrong.value, list | dict):
+        return f"write one text, not a {'list' if isinstance(wrong.value, list) else 'mapping'}"
+    if wrong.context.get("pattern") == HUB_NAME_PATTERN:
+        return "write <org>/<name>"
+    return _TYPE_WORDS.get(wrong.kind) or str(wrong.context.get("error", "")).partition("; ")[2]
 
 
 _TYPE_WORDS = {

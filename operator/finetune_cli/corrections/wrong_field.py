@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from finetune_job.api.documentation import field_docs
+from finetune_job.rules.rule import format_value
 
 Place = Sequence[int | str]
 """Names and indices from the top of a document to a field."""
@@ -37,6 +39,8 @@ class Proposal:
     """Further places and values."""
     message: str = ""
     """What is wrong, where the schema has no good words for it."""
+    note: str = ""
+    """What else is to be done, which the fix says at its end."""
 
 
 @dataclass(frozen=True)
@@ -160,3 +164,15 @@ def nearest(written: Any, words: Iterable[str]) -> tuple[str, bool] | None:
     if not near:
         return None
     return by_spelling[near[0]], difflib.SequenceMatcher(None, near[0], asked).ratio() >= SURE
+
+
+def value_text(written: Any) -> str:
+    """A value as a manifest has it, its beginning at least."""
+    if isinstance(written, dict):
+        return "a mapping"
+    return shortened(json.dumps(written) if isinstance(written, str) else format_value(written))
+
+
+def shortened(text: str, longest: int = 100) -> str:
+    """The beginning of a text."""
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

@@ -125,9 +125,10 @@ class Replay:
         try:
             self._take_inputs(checkpoints)
         except OSError as error:
+            copied = ", ".join(checkpoints) or "the inputs"
             raise LocalError(
-                f"{self.place.root}: cannot hold a copy of {', '.join(checkpoints) or 'the inputs'}: {error}; give a "
-                "directory with room as --scratch, and let nothing else change the run meanwhile",
+                f"{self.place.root}: cannot hold a copy of {copied}: {error.strerror or error}; give a directory with room as "
+                "--scratch, and let nothing else change the run meanwhile",
                 ExitCode.FAILED,
             ) from error
 

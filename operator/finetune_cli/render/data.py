@@ -36,19 +36,19 @@ def look_text(look: Look, *, in_colour: bool) -> str:
 
 
 def _source_lines(source: Mapping[str, Any], has_tokenizer: bool) -> list[str]:
-    records = f"{source['records']} records" if source["is_whole"] else f"the first {source['records']} records"
-    lines = ["", f"{source['split']}: {source['source']} ({source['files']} files): {records}"]
+    records = ("" if source["is_whole"] else "the first ") + _counted(source["records"], "record")
+    lines = ["", f"{source['split']}: {source['source']} ({_counted(source['files'], 'file')}): {records}"]
     if has_tokenizer:
-        dropped = f"{source['dropped']} records too long and dropped"
-        lines.append(f"  {source['tokens']} tokens, {source['supervised']} of them learnt; {dropped}")
+        dropped = f"{_counted(source['dropped'], 'record')} too long and dropped"
+        lines.append(f"  {_counted(source['tokens'], 'token')}, {source['supervised']} of them learnt; {dropped}")
     if source["unread"]:
         shown = [f"{str(key).translate(_CONTROL)} (of {count})" for key, count in list(source["unread"].items())[:MOST_KEYS]]
         more = len(source["unread"]) - len(shown)
         lines.append(f"  keys that are not read: {', '.join(shown)}{f' and {more} more' if more else ''}")
     if source["repeated"]:
-        lines.append(f"  {source['repeated']} repeat an earlier one")
+        lines.append(f"  {source['repeated']} repeat{'s' if source['repeated'] == 1 else ''} an earlier one")
     if source["held_out"]:
-        lines.append(f"  {source['held_out']} are held out, too")
+        lines.append(f"  {source['held_out']} {'is' if source['held_out'] == 1 else 'are'} held out, too")
     lengths = {int(bound): count for bound, count in source["lengths"].items()}
     most = max(lengths.values(), default=1)
     for bound, count in lengths.items():
@@ -56,8 +56,12 @@ def _source_lines(source: Mapping[str, Any], has_tokenizer: bool) -> list[str]:
     return lines
 
 
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _heading(record: Mapping[str, Any], has_tokenizer: bool) -> str:
-    tokens = f", {record['tokens']} tokens" if has_tokenizer else ""
+    tokens = f", {_counted(record['tokens'], 'token')}" if has_tokenizer else ""
     return f"--- {record['split']}: {record['place']}{tokens}{', too long and dropped' if record['is_dropped'] else ''}"
 
 

@@ -79,12 +79,19 @@ def chat_template_without_chat(context: RuleContext) -> Problem | None:
     if data.chat_template is None or data.format is DataFormat.CHAT:
         return None
     shown = data.chat_template if len(data.chat_template) <= 60 else f"{data.chat_template[:57]}..."
+    mapped = mapped_fields(data.mapping) if data.mapping is not None else {}
+    may_be_chats = (
+        "format" not in data.model_fields_set
+        and all(name in OF_FORMAT[DataFormat.CHAT] for name in mapped)
+        and not (_tables(context, DataFormat.CHAT) or _texts(context, DataFormat.CHAT))
+    )
     return Problem(
         field=_TEMPLATE,
         value=shown,
         message=f"records of format {data.format} are not chats, so nothing would be rendered with it",
         fix=f"set {_FORMAT}: Chat if the records hold messages, or remove {_TEMPLATE}",
-        changes={_TEMPLATE: None},
+        # Who named a template and no format has chats.
+        changes={_FORMAT: DataFormat.CHAT} if may_be_chats else {_TEMPLATE: None},
     )
 
 

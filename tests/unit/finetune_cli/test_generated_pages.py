@@ -85,7 +85,8 @@ def test_what_a_gpu_changes_is_told_of_fields_that_there_are() -> None:
 
 def test_every_command_is_on_the_page() -> None:
     page = generate_commands.page()
-    for heading in ("finetune validate", "finetune run FILE", "finetune attach NAME", "finetune explain [WORD]"):
+    headings = ("validate [FILE]...", "estimate [FILE]", "run FILE", "attach NAME", "explain [WORD]")
+    for heading in (f"finetune {each}" for each in headings):
         assert f"\n## {heading}\n" in page
     assert "| `--gpu-memory` | Memory of one device, as in 80Gi. Unset: the profile's. |" in page
     assert "| `--verify`, `--no-verify`<br>default `on` | Compare the result with base and adapter. |" in page

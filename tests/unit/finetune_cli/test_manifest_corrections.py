@@ -172,6 +172,78 @@ def test_a_profile_is_answered_and_left_alone() -> None:
     assert (result.stdout, result.exit_code) == (f"{wrong}---\n{ACCEPTED}", 2)
 
 
+PASTED = """\
+apiVersion: finetune.dev/v1alpha1
+kind: FineTuneJob
+metadata:
+  name: My Job
+spec:
+  model: {path: pvc://models/base}
+  data: {path: pvc://data/chats.jsonl, format: sharegpt}
+  method:
+    type: lora
+    lora: {rank: 16, alpha: 32, dropout: 0.05, target_modules: all-linear}
+  training:
+    num_train_epochs: 3
+    learning_rate: 2e-4
+    per_device_train_batch_size: 4
+    gradient_accumulation_steps: 8
+    warmup_ratio: 0.03
+    lr_scheduler_type: cosine
+    weight_decay: 0.01
+    bf16: true
+    report_to: wandb
+  parallelism: {gpus: 8}
+  output: {path: pvc://out/tuned}
+  workspace: {storage: 200GB}
+"""
+
+
+def test_a_pasted_configuration_is_answered_in_all_its_fields() -> None:
+    """There are more of them than findings of which a hostile manifest has the fixes tried."""
+    found = [finding for verdict in validate(PASTED).verdicts for finding in verdict.findings]
+    assert len(found) == 21
+    assert [finding for finding in found if not finding.changes or finding.is_proposal] == []
+    result = CliRunner().invoke(app, ["validate", "-f", "-", "--fix"], input=PASTED)
+    assert result.exit_code == 0, result.stderr
+    (printed,) = read_documents(result.stdout)
+    assert printed.content["metadata"]["name"] == "my-job"
+    assert printed.content["spec"] == {
+        "model": {"source": "pvc://models/base"},
+        "data": {"source": "pvc://data/chats.jsonl", "format": "Chat", "mapping": {"preset": "ShareGPT"}},
+        "method": {"type": "LoRA", "lora": {"r": 16, "loraAlpha": 32, "loraDropout": "0.05", "targetModules": ["all-linear"]}},
+        "training": {
+            "epochs": 3,
+            "learningRate": "0.0002",
+            "microBatchSize": 4,
+            # Of all eight ranks, though their number had a name of another tool, too.
+            "globalBatchSize": 256,
+            "warmupRatio": "0.03",
+            "scheduler": "Cosine",
+            "weightDecay": "0.01",
+            "precision": "bf16",
+            "trackers": ["wandb"],
+        },
+        "parallelism": {"processesPerNode": 8},
+        "output": {"destination": "pvc://out/tuned"},
+        "workspace": {"volumeClaimTemplate": {"storage": "200Gi"}},
+    }
+
+
+def test_of_two_names_for_one_field_the_more_telling_one_is_taken() -> None:
+    document = edited_document("spec.model", {"name": "llama", "path": "pvc://models/base"})
+    fixes = {each.field: each.fix for each in found_in(document)}
+    assert fixes["spec.model.path"] == "write spec.model.source"
+    assert fixes["spec.model.name"].startswith("write hubName; write <org>/<name>, or remove spec.model.hubName")
+
+
+def test_a_hundred_slips_are_answered_each() -> None:
+    document = edited_document("spec.data.datasets", [{"source": "pvc://data/a", "wieght": "2"} for _ in range(64)])
+    del document["spec"]["data"]["source"]
+    document["spec"]["training"] |= {f"learning_rate{'_' * number}": "2e-4" for number in range(36)}
+    assert len([each for each in found_in(document) if each.changes]) == 100
+
+
 def test_among_very_many_mistakes_only_the_first_are_tried() -> None:
     """A stranger's manifest may have thousands, and each costs a few readings of the whole."""
     document = edited_document("spec.training.seed", 1)

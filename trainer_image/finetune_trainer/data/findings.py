@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune_job.api.base import ClaimPath
@@ -38,7 +38,7 @@ class SplitSource:
     def name(self, file: Path | str) -> str:
         """What the user calls a file of it."""
         below = Path(file).relative_to(self.path) if Path(file).is_relative_to(self.path) else Path()
-        return self.address if below == Path() else f"{self.address}/{below}"
+        return self.address if below == Path() else f"{self.address.rstrip('/')}/{below}"
 
 
 def unreadable(source: SplitSource, error: OSError) -> Finding:
@@ -108,12 +108,23 @@ def empty(source: SplitSource) -> Finding:
     return _of_source(source, "data-empty", f"{what} no record", "name a source with at least one record")
 
 
-def wrong_records(source: SplitSource, problems: Iterable[tuple[RecordProblem, int]]) -> list[Finding]:
-    """A finding per kind of mistake: its first place, and in how many records it was found."""
+def wrong_records(source: SplitSource, problems: Iterable[tuple[RecordProblem, int]], num_right: int = 0) -> list[Finding]:
+    """A finding per kind of mistake: its first place, and in how many records it was found. num_right: of its records."""
     return [
-        _of_records(source, "data-preference-pairs" if problem.are_preferences else "data-record-invalid", problem, count)
+        _of_records(
+            source,
+            "data-preference-pairs" if problem.are_preferences else "data-record-invalid",
+            _as_others_are(problem) if problem.changes and num_right >= count else problem,
+            count,
+        )
         for problem, count in problems
     ]
+
+
+def _as_others_are(problem: RecordProblem) -> RecordProblem:
+    """A change of the manifest would only make the right records the wrong ones."""
+    what = repr(problem.key) if problem.key else "it"
+    return replace(problem, fix=f"write {what} as the other records of this source have it", changes={})
 
 
 def content_dropped(source: SplitSource, problems: Iterable[tuple[RecordProblem, int]]) -> list[Finding]:
@@ -123,7 +134,7 @@ def content_dropped(source: SplitSource, problems: Iterable[tuple[RecordProblem,
 
 def _of_records(source: SplitSource, rule: str, problem: RecordProblem, count: int) -> Finding:
     key = f" key {problem.key!r}" if problem.key else ""
-    more = f" (and the same on {count - 1} more {problem.unit}s)" if count > 1 else ""
+    more = f" (and the same on {count - 1} more {problem.unit}{'s' if count > 2 else ''})" if count > 1 else ""
     file = source.address if problem.file is None else source.name(problem.file)
     return make_finding(
         rule,

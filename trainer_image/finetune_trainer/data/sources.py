@@ -172,7 +172,7 @@ class Source:
         if self.refusal is not None:
             return [self.refusal]
         if self.problems:
-            return wrong_records(named, _first_kinds(self.problems))
+            return wrong_records(named, _first_kinds(self.problems), found.num_records)
         if found.num_records == 0:
             return [empty(named)]
         findings = list(self.warnings)

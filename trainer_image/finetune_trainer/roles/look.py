@@ -246,7 +246,7 @@ def _look_at(
         held_out |= own
     seen.unread = dict(sorted(seen.unread.items()))
     seen.lengths = dict(sorted(seen.lengths.items()))
-    findings = [*source.warnings, *wrong_records(named, list(problems.values())[:MAX_KINDS])]
+    findings = [*source.warnings, *wrong_records(named, list(problems.values())[:MAX_KINDS], seen.records)]
     if not first:
         findings.append(empty(named))
     if seen.held_out:

@@ -304,6 +304,15 @@ def test_a_broken_configuration_is_named(tmp_path: Path, config: Path, content: 
     assert not isinstance(result.exception, Exception) or isinstance(result.exception, SystemExit)
 
 
+def test_a_missing_model_is_named_once(tmp_path: Path, config: Path) -> None:
+    job = manifest(tmp_path, a_job())
+    result = RUNNER.invoke(app, ["estimate", job, "--model", str(tmp_path / "none")])
+    assert result.exit_code == 2
+    reason = "cannot be read (No such file or directory); give a model's directory or its config.json"
+    assert result.output == f"tune: {tmp_path}/none: {reason}\n"
+    assert RUNNER.invoke(app, ["estimate", job, "--model", str(config)]).exit_code == 0
+
+
 def test_torch_is_never_imported(tmp_path: Path, config: Path) -> None:
     script = (
         "import sys; from finetune_cli.app import app\n"

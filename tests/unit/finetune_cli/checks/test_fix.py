@@ -150,6 +150,23 @@ def test_a_commit_that_only_the_author_knows_is_not_made_up(source: str, command
     assert (result.exit_code, (command or "hub-source-without-revision") in told) == ((1, True) if command else (0, False))
 
 
+@pytest.mark.parametrize(
+    ("written", "printed"),
+    [
+        ({"chat_template": "chatml"}, {"chatTemplate": "ChatML", "format": "Chat"}),
+        ({"chatTemplate": "ChatML", "format": "Text"}, {"format": "Text"}),
+        ({"chatTemplate": "ChatML", "mapping": {"text": "body"}}, {"mapping": {"text": "body"}, "format": "Text"}),
+    ],
+)
+def test_who_names_a_chat_template_has_chats_unless_something_else_is_written(written, printed) -> None:
+    document = yaml.safe_load(ACCEPTED)
+    document["spec"]["data"] |= written
+    result = run("--fix", stdin=yaml.dump(document, Dumper=Quoted))
+    assert result.exit_code == 0
+    source = {"source": "pvc://data/train.jsonl"}
+    assert read_documents(result.stdout)[0].content["spec"]["data"] == source | printed
+
+
 def test_jobs_in_a_list_are_fixed() -> None:
     objects = [yaml.safe_load(text) for text in (CLAIM, REFUSED, WARNED)]
     text = f"# head\n{CLAIM}---\n{yaml.safe_dump({'apiVersion': 'v1', 'kind': 'List', 'items': objects})}"

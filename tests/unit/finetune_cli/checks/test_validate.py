@@ -127,9 +127,29 @@ def test_a_file_is_read(tmp_path):
     assert run("validate", "-f", str(path)).exit_code == 0
     missing = run("validate", "-f", str(tmp_path / "none.yaml"))
     assert missing.exit_code == ExitCode.UNUSABLE == 2
-    assert "none.yaml: cannot be read" in missing.output
+    assert missing.output.endswith(
+        "none.yaml: cannot be read (No such file or directory); give a file in UTF-8, or - for standard input\n"
+    )
     path.write_bytes(b"\xff\xfe\x00")
     assert run("validate", "-f", str(path)).exit_code == 2
+
+
+def test_files_are_named_behind_the_command_or_behind_f(tmp_path):
+    for name in ("a.yaml", "b.yaml"):
+        (tmp_path / name).write_text(ACCEPTED)
+    first, second = (str(tmp_path / name) for name in ("a.yaml", "b.yaml"))
+    assert run("validate", first).stdout == run("validate", "-f", first).stdout
+    both = run("validate", first, "-f", second)
+    assert both.exit_code == 0
+    assert [line for line in both.stdout.splitlines() if line.endswith("accepted")] == [
+        f"{first}: FineTuneJob tuned: accepted",
+        f"{second}: FineTuneJob tuned: accepted",
+    ]
+    for command in ("validate", "estimate", "data"):
+        nothing = run(command)
+        assert nothing.exit_code == 2
+        assert nothing.output == "no manifest is given; name a FILE, or - for standard input\n"
+    assert run("data", first, "-f", second).output == f"{first} and -f {second} are two manifests; give one of them\n"
 
 
 def test_several_documents_have_several_verdicts():

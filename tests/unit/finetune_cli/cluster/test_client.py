@@ -94,6 +94,16 @@ def test_an_unknown_context_is_refused(client: ClusterClient) -> None:
         ClusterClient("elsewhere")
 
 
+def test_without_a_kubeconfig_the_way_to_local_runs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "absent"))
+    with pytest.raises(LocalError) as caught:
+        ClusterClient()
+    assert str(caught.value) == (
+        "no usable kubeconfig: Invalid kube-config file. No configuration found; set KUBECONFIG, or name another --context; for "
+        "runs of this machine give list, status, logs or reproduce --local"
+    )
+
+
 def facts_of(client: ClusterClient) -> Any:
     return read_facts(client, "team", "default", None)
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from finetune_cli.checks.validate import validate
-from finetune_cli.commands.data import look_at, with_records
+from finetune_cli.commands.data import FirstRecords, look_at
 from finetune_cli.exit_codes import LocalError
 from finetune_cli.local.look import Look
 from finetune_cli.render.data import look_text
@@ -89,7 +89,7 @@ def timed(claims: Path, *arguments: str, enough: float = math.inf, **data):
 
 def test_records_are_shown_with_the_mask_and_counted(claims):
     text = look_text(look(claims), in_colour=False)
-    assert "train: pvc://data/train.jsonl (1 files): 2 records" in text
+    assert "train: pvc://data/train.jsonl (1 file): 2 records" in text
     assert "46 tokens, 4 of them learnt; 0 records too long and dropped" in text
     assert "up to 32 tokens ######################################## 2" in text
     assert "--- train: pvc://data/train.jsonl line 1, 23 tokens\n<|im_start|>user\nq<|im_end|>\n" in text
@@ -111,7 +111,7 @@ def test_a_thousand_chats_are_told_of_within_a_second(claims):
 def test_only_the_first_records_are_read_and_that_is_said(claims):
     seen = look(claims, limit=1, shown=0)
     assert (seen.sources[0]["records"], seen.sources[0]["is_whole"], seen.records) == (1, False, [])
-    assert "the first 1 records" in look_text(seen, in_colour=False)
+    assert "the first 1 record\n" in look_text(seen, in_colour=False)
 
 
 def test_what_would_be_dropped_repeated_and_held_out_is_counted(claims):
@@ -126,7 +126,7 @@ def test_what_would_be_dropped_repeated_and_held_out_is_counted(claims):
     assert sorted(finding.rule for finding in seen.findings) == ["data-held-out-in-training", "data-records-dropped"]
     assert seen.is_refused
     text = look_text(seen, in_colour=False)
-    assert "1 repeat an earlier one" in text
+    assert "1 repeats an earlier one" in text
     assert "2 are held out, too" in text
 
 
@@ -272,7 +272,7 @@ def test_a_large_model_without_a_gpu_is_known_by_its_files(claims, gpu, config, 
     (claims / "models/base/config.json").write_text(json.dumps(CONFIGS[config]))
     profile = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneProfile", "metadata": {"name": "default"}}
     text = None if gpu is None else yaml.safe_dump({**profile, "spec": {"trainerImage": "t", **gpu}})
-    (verdict,) = with_records(validate(manifest(), text), claims, {}, print, is_given=False).verdicts
+    (verdict,) = FirstRecords(claims, {}, is_given=False).judged(validate(manifest(), text), print).verdicts
     told = [finding.message for finding in verdict.findings if finding.rule == "large-model-on-cpu"]
     assert ["8.03 billion parameters" in message for message in told] == ([True] if is_told else [])
 
@@ -329,6 +329,22 @@ def test_the_answer_as_json(claims):
     assert done.returncode == 0
 
 
+def test_one_misspelt_key_among_right_ones_is_put_right_in_the_record(claims):
+    """A mapping would only make the others wrong, and the next fix would be the mapping of before."""
+    pairs = [{"prompt": "q", "completion": "a"}, {"prompt": "q", "completio": "a"}]
+    write(claims / "data/more/train.jsonl", pairs)
+    plain = {"format": "PromptCompletion", "chatTemplate": None}
+    (finding,) = look(claims, source="pvc://data/more/", **plain).findings
+    assert (finding.fix, finding.changes) == ("write 'completion' as the other records of this source have it", ())
+    assert finding.message == "pvc://data/more/train.jsonl line 2: key 'completion' is missing"
+    (finding,) = look(claims, source="pvc://data/more/", mapping={"completion": "completio"}, **plain).findings
+    assert (finding.fix, finding.changes) == ("write 'completio' as the other records of this source have it", ())
+    write(claims / "data/more/train.jsonl", [pairs[0], pairs[1], pairs[1]])
+    (finding,) = look(claims, source="pvc://data/more/", **plain).findings
+    assert finding.fix == "set spec.data.mapping.completion: completio"
+    assert finding.message.endswith("key 'completion' is missing (and the same on 1 more line)")
+
+
 def test_a_refused_manifest_is_told_as_validate_tells_it(claims):
     done = finetune(claims, "data", "-f", "JOB", "--claims", "CLAIMS", format="Text")
     assert done.returncode == 1
@@ -378,9 +394,51 @@ def test_validate_says_that_records_were_not_looked_at(claims, monkeypatch):
     monkeypatch.setattr("finetune_cli.local.look._PROGRAM", "no_such_reader")
     said: list[str] = []
     report = validate(manifest())
-    assert with_records(report, claims, {}, said.append, is_given=False) == report
+    assert FirstRecords(claims, {}, is_given=False).judged(report, said.append) == report
     (line,) = said
     assert line.startswith("tuned: judged without its first records: the records cannot be looked at")
     assert line.endswith("install finetune-operator[trainer,cli]")
     with pytest.raises(LocalError, match="install finetune-operator"):
-        with_records(report, claims, {}, said.append, is_given=True)
+        FirstRecords(claims, {}, is_given=True).judged(report, said.append)
+
+
+ALPACA = [{"instruction": "do", "input": "it", "output": "done"}]
+TWO_KINDS = [{"question": "q", "answer": "a"}, {"text": "t"}]
+PRESET = {"format": "PromptCompletion", "mapping": {"preset": "Alpaca"}}
+
+
+@pytest.mark.parametrize(
+    ("records", "data", "code", "written", "said"),
+    [
+        (
+            ALPACA,
+            {"format": "PromptCompletion"},
+            0,
+            PRESET,
+            "fixed tuned: spec.data.mapping.preset: Alpaca (data-record-invalid)\n",
+        ),
+        (ALPACA, {"format": "alpaca"}, 0, PRESET, "mapping.preset: Alpaca (unreadable)\n"),
+        # Not before the manifest can be read.
+        (ALPACA, {"format": "jsonl"}, 2, {"format": "jsonl"}, "spec.data.format"),
+        # What no change of the manifest can put right is told as plain validate tells it.
+        ([{"prompt": "q", "completion": ""}], {"format": "PromptCompletion"}, 1, {"format": "PromptCompletion"}, "is empty"),
+        ([CHAT], {"source": "pvc://data/nosuch.jsonl"}, 1, {"source": "pvc://data/nosuch.jsonl"}, "data-file-missing"),
+    ],
+)
+def test_fixes_of_what_records_show_are_made_and_the_exit_code_is_theirs(claims, records, data, code, written, said):
+    write(claims / "data/train.jsonl", records)
+    done = finetune(claims, *VALIDATE, "--fix", **({"chatTemplate": None} if "format" in data else {}), **data)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    printed = yaml.safe_load(done.stdout)["spec"]["data"]
+    assert {name: printed[name] for name in (*written, *data)} == {**data, **written}
+    assert ("mapping" in printed) == ("mapping" in written)
+
+
+def test_records_of_two_kinds_do_not_have_the_fixes_of_both_made_again_and_again(claims):
+    """Each kind alone has a fix that makes the other wrong."""
+    write(claims / "data/train.jsonl", TWO_KINDS)
+    done = finetune(claims, *VALIDATE, "--fix", format="PromptCompletion", chatTemplate=None)
+    assert done.returncode == 1
+    assert done.stderr.count("fixed tuned") <= 2
+    assert "data-record-invalid" in done.stderr

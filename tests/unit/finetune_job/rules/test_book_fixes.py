@@ -167,7 +167,7 @@ FINDINGS: dict[str, Written] = {
     "best-model-is-the-last": none("evaluation.loadBestModelAtEnd", W),
     "evaluation-without-validation": none("evaluation.everySteps", W),
     "source-or-datasets": (E, "data.source", {"data.source": "pvc://data/train.jsonl"}),
-    "chat-template-without-chat": none("data.chatTemplate"),
+    "chat-template-without-chat": (E, "data.chatTemplate", {"data.format": "Chat"}),
     "assistant-loss-without-chat": (E, "data.lossOn", {"data.lossOn": "Completion"}),
     "completion-loss-on-text": (E, "data.lossOn", {"data.lossOn": "All"}),
     "dataset-weight-range": (E, "data.datasets", {"data.datasets": [{"source": "pvc://data/a.jsonl", "weight": "1"}]}),

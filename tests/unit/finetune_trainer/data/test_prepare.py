@@ -159,9 +159,18 @@ def test_mistakes_of_one_kind_are_one_finding_and_all_files_are_read(claims):
         ("data-record-invalid", "spec.data.source"),
         ("data-record-invalid", "spec.data.validation.source"),
     ]
-    assert "pvc://data/train.jsonl line 2: key 'completion' is missing (and the same on 1 more lines)" in findings[0].message
+    assert "pvc://data/train.jsonl line 2: key 'completion' is missing (and the same on 1 more line)" in findings[0].message
     assert "line 4: key 'completion' is empty" in findings[1].message
     assert "pvc://data/held.jsonl line 1: key 'prompt' is a number" in findings[2].message
+
+
+def test_a_key_that_most_records_have_is_not_mapped_to_what_one_calls_it(claims):
+    write_records(claims, [RECORDS[0], {"prompt": "a", "completio": "b"}])
+    (finding,) = prepared(claims, plan()).findings
+    assert (finding.fix, finding.changes) == ("write 'completion' as the other records of this source have it", ())
+    write_records(claims, [{"prompt": "a", "completio": "b"}])
+    (finding,) = prepared(claims, plan()).findings
+    assert [(change.field, change.value) for change in finding.changes] == [("spec.data.mapping.completion", "completio")]
 
 
 def test_without_a_tokenizer_the_records_are_checked_all_the_same(claims):
@@ -315,7 +324,7 @@ def test_what_the_template_leaves_out_is_a_warning_of_the_records_that_are_kept(
     assert told.message.startswith(
         "pvc://data/train.jsonl line 2: key 'messages[1].content' holds thoughts that the chat template"
     )
-    assert told.message.endswith("so they are not learnt (and the same on 1 more lines)")
+    assert told.message.endswith("so they are not learnt (and the same on 1 more line)")
     assert (told.field, told.value) == ("spec.data.source", "b")
     assert preparation.splits["train"].num_records == 4
 
@@ -355,7 +364,7 @@ def test_lines_are_counted_from_the_beginning_of_the_file_whatever_its_parts(cla
     monkeypatch.setattr(parts, "PART_BYTES", 64)
     write_records(claims, [*RECORDS, {"prompt": "a"}, *RECORDS, {"prompt": "a"}])
     (finding,) = prepared(claims, plan()).findings
-    assert "line 7: key 'completion' is missing (and the same on 1 more lines)" in finding.message
+    assert "line 7: key 'completion' is missing (and the same on 1 more line)" in finding.message
 
 
 def test_a_full_disk_is_the_file_systems_error_and_leaves_nothing(claims, monkeypatch):
