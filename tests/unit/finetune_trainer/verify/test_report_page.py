@@ -51,7 +51,7 @@ def test_the_verdict_comes_first_and_every_figure_has_its_threshold() -> None:
         "| largest difference of 90% of positions, of the largest logit | 0.005 | at most 0.0938 |",
         "| mean KL divergence of 90% of positions, nats | 0.0001 | at most 0.005 |",
         "| same most likely token | 99.000% | at least 97.00% |",
-        "| mean KL divergence, of the adapter's effect | 0.02% | at most 10% where the effect exceeds 0.005 |",
+        "| mean KL divergence, of the adapter's effect | 0.02% | at most 10% if the effect exceeds 0.005 |",
         "| attention q | 0 | 32 | 4,096 | 0.75 | 2.00e-02 |",
         "| norms | 65 | 0 | 0 |  |  |",
         "| base | `config.json` | `aa` |",
