@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from finetune_job.api.status import Condition
+from finetune_job.finding import MAX_TEXT_LENGTH
 from finetune_job.reasons import ConditionType, Phase, Reason
 
 ConditionValue = bool | None
@@ -53,7 +54,7 @@ def with_condition(
     before = find_condition(conditions, kind)
     word = _WORDS[status]
     unchanged = before is not None and before.status == word
-    said = (str(reason), message[:4096], generation)
+    said = (str(reason), message[:MAX_TEXT_LENGTH], generation)
     if unchanged and before is not None and (before.reason, before.message, before.observed_generation) == said:
         return list(conditions)
     after = Condition.model_validate(

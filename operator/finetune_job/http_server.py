@@ -61,7 +61,7 @@ class HttpServer:
         tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         """`host`: empty for all interfaces; `port`: 0 for any free one; `gate`: None for everybody; `tls`: asked for each
-        connection, None for plain HTTP. Raises OSError where it cannot listen.
+        connection, None for plain HTTP. Raises OSError if it cannot listen.
         """
         self._socket = socket.create_server((host, port), backlog=2 * CONNECTIONS)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]

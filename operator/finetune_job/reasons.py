@@ -203,4 +203,4 @@ class AttemptOutcome(StrEnum):
     SUSPENDED = "Suspended"
     """It was ended because the job is suspended."""
     RESIZED = "Resized"
-    """It was ended so that the gang goes on with another number of nodes; never counted as a failure."""
+    """It was ended so that the gang continues with another number of nodes; never counted as a failure."""

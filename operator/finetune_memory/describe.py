@@ -103,7 +103,7 @@ def number_of_weights(path: Path) -> int:
 
 
 def model_shape(plan: RunPlan, files: ModelMetadata) -> ModelShape:
-    """The model as the plan trains it. Raises UnknownModelError where only the libraries could tell."""
+    """The model as the plan trains it. Raises UnknownModelError if only the libraries could tell."""
     held = resolve_elements(plan, files.stored).load
     parameters = trained_parameters(_base(files, held), plan.method, held, str(files.config["model_type"]))
     fsdp = plan.parallelism.fsdp

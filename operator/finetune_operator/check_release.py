@@ -109,7 +109,7 @@ class MetricsAddress:
 
 
 async def read_metrics(metrics: MetricsAddress) -> str:
-    """What is wrong with the metrics; empty: they can be read. Raises OSError where a file is missing."""
+    """What is wrong with the metrics; empty: they can be read. Raises OSError if a file is missing."""
     address = metrics.address
     context = ssl.create_default_context(cafile=None if metrics.authorities is None else str(metrics.authorities))
     headers = {} if metrics.token is None else {"Authorization": f"Bearer {metrics.token.read_text().strip()}"}

@@ -55,7 +55,7 @@ def health_server(
     gate: ReaderCheck | None = None,
     tls: Callable[[], ssl.SSLContext] | None = None,
 ) -> HttpServer:
-    """The server; `address` tells host and port. Raises OSError where it cannot listen."""
+    """The server; `address` tells host and port. Raises OSError if it cannot listen."""
 
     def verdict(good: bool, why_not: str) -> Answer:
         return Answer(b"ok\n") if good else Answer(f"{why_not}\n".encode(), status=HTTPStatus.SERVICE_UNAVAILABLE)

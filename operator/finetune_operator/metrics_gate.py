@@ -105,7 +105,7 @@ class Certificate:
     """The server's certificate, read again when its files change, as cert-manager renews them."""
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """`directory` has tls.crt and tls.key. Raises OSError, ssl.SSLError where they cannot be read."""
+        """`directory` has tls.crt and tls.key. Raises OSError, ssl.SSLError if they cannot be read."""
         self._files = directory / "tls.crt", directory / "tls.key"
         self._clock = clock
         self._looked = clock()

@@ -15,7 +15,7 @@ from finetune_job.api.base import ClaimPath
 from finetune_job.api.inputs import DataFormat
 from finetune_memory.verdict import memory_finding
 from finetune_trainer.data.findings import SplitSource, wrong_records
-from finetune_trainer.data.read import RecordProblem, read_records
+from finetune_trainer.data.read import RecordProblem, read_file
 from tests.support.builders import a_job
 from tests.unit.finetune_cli.manifests import ACCEPTED, edited
 from tests.unit.finetune_memory.jobs import judged
@@ -45,7 +45,7 @@ def recorded(record: dict[str, Any], data_format: DataFormat) -> Callable[[Path]
     """What preflight and `finetune data` say of such records."""
 
     def told(directory: Path) -> str:
-        problems = read_records(write(directory / "a.jsonl", [record]), data_format)
+        problems = read_file(write(directory / "a.jsonl", [record]), data_format)
         wrong = [(problem, 1) for problem in problems if isinstance(problem, RecordProblem)]
         source = SplitSource("train", ClaimPath(claim="data"), directory, "spec.data.source", "pvc://data")
         return "\n".join(f"{each.rule}: {each.message}: {each.fix}" for each in wrong_records(source, wrong))

@@ -93,7 +93,7 @@ class Credentials:
         return None if self._is_local else self._value(SIGNING_KEY)
 
     def registry_login(self, registry: str) -> RegistryLogin | None:
-        """Locally from Docker's config.json. Raises DestinationRefusedError where the file cannot be read."""
+        """Locally from Docker's config.json. Raises DestinationRefusedError if the file cannot be read."""
         if self._is_local:
             path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
         else:
@@ -113,7 +113,7 @@ def login_for(registry: str, logins: Mapping[str, Any]) -> RegistryLogin | None:
     """The login of a registry in a dockerconfigjson; None where there is none.
 
     Keys are hosts with their ports, as Docker writes them; older ones are addresses with scheme and path, whose host alone
-    counts. Raises ValueError, TypeError, AttributeError where the document has another form.
+    counts. Raises ValueError, TypeError, AttributeError if the document has another form.
     """
     entries = logins.get("auths") or {}
     wanted = _host(registry)

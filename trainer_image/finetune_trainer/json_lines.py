@@ -20,7 +20,7 @@ class JsonLines:
     """An open file of lines. A full disk never ends a run here: what cannot be written goes out with the next line that can."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError where the file cannot be opened."""
+        """Raises OSError if the file cannot be opened."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._descriptor = append_to_own(path)

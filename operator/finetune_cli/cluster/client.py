@@ -87,7 +87,7 @@ class ClusterClient:
         self, path: str, query: Mapping[str, str] | None = None, silence_seconds: float | None = _TIMEOUT_SECONDS
     ) -> Iterator[str]:
         """Lines of a text as they come, without their ends. `silence_seconds`: how long none may come; None: as long as it
-        likes. Raises RequestError, also where the connection breaks off.
+        likes. Raises RequestError, also if the connection breaks off.
         """
         answer = self._send("GET", path, None, query, content_type="", seconds=silence_seconds)
         rest = b""

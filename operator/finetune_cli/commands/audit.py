@@ -208,7 +208,7 @@ def _found(order: AuditOrder) -> _Audited:
         text = place.plan.read_text()
         plan = RunPlan.model_validate_json(text)
     except (OSError, ValueError) as error:
-        raise LocalError(f"{place.plan}: is no plan of a run ({type(error).__name__})") from error
+        raise LocalError(f"{place.plan}: is not the plan of a run ({type(error).__name__})") from error
     check_given(claims_of(plan), order.claim_paths)
     return _Audited(place, plan, text_sha256(text), claims_of_run(place, plan, order.claim_paths))
 
@@ -246,7 +246,7 @@ def _ranks(plan: RunPlan, order: AuditOrder, parts: AuditedParts) -> int | None:
 def _say_what_is_not_covered(run: _Audited, parts: AuditedParts, available: Sequence[Interval]) -> None:
     if not available:
         raise LocalError(
-            f"{run.title}: {len(parts.steps)} checkpoints were kept, and an interval lies between two of them; {_KEEP}",
+            f"{run.title}: {len(parts.steps)} checkpoints were kept, and an interval is between two of them; {_KEEP}",
         )
     if parts.exported_step is None:
         run.findings.append(

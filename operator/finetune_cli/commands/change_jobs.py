@@ -44,7 +44,7 @@ MOST_CONFLICTS = 5
 
 @dataclass(frozen=True)
 class Change:
-    """What became of a job."""
+    """What a command did to a job."""
 
     job: SeenJob
     said: str
@@ -148,7 +148,7 @@ def _same_spec(one: Any, other: Any) -> bool:
 
 
 def set_suspended(cluster: Cluster, name: str, *, suspended: bool) -> Change:
-    """Take the pods away and keep the checkpoint, or go on. Raises ClusterError."""
+    """Delete the pods and keep the checkpoint, or continue. Raises ClusterError."""
     job = _living(cluster.job(name), "suspended" if suspended else "resumed")
     if _run(job).get("suspend", False) is suspended:
         return Change(job, "is suspended already" if suspended else "is not suspended", changed=False)
@@ -245,7 +245,9 @@ def _note_on_claim(job: SeenJob, document: Mapping[str, Any]) -> str:
 def _step_of(job: SeenJob, start: str) -> int:
     if start != NEWEST:
         if not start.isdecimal() or len(start) > _STEP_DIGITS or int(start) == 0:
-            raise LocalError(f"--from {start}: is no step; write one that `finetune checkpoints {job.name}` shows, or {NEWEST}")
+            raise LocalError(
+                f"--from {start}: is not a step; write one that `finetune checkpoints {job.name}` shows, or {NEWEST}"
+            )
         return int(start)
     newest = job.status.progress.checkpoint_step if job.status.progress is not None else None
     if newest is None:

@@ -57,7 +57,7 @@ def wanted_condition(text: str) -> ConditionType:
     name = text.removeprefix("condition=").removesuffix("=True")
     found = next((kind for kind in ConditionType if kind.casefold() == name.casefold()), None)
     if found is None:
-        raise LocalError(f"--for: {text!r} is no condition of a job; it is one of {', '.join(ConditionType)}")
+        raise LocalError(f"--for: {text!r} is not a condition of a job; it is one of {', '.join(ConditionType)}")
     return found
 
 

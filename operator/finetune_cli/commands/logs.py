@@ -35,7 +35,7 @@ def log_lines(cluster: Cluster, name: str, request: LogRequest, options: LogOpti
     job = cluster.job(name)
     if request.rank is not None and not 0 <= request.rank < job.num_ranks:
         raise LocalError(
-            f"--rank: {request.rank} is no rank of {job.title}, which has {job.num_ranks}; write 0 to {job.num_ranks - 1}"
+            f"--rank: {request.rank} is not a rank of {job.title}, which has {job.num_ranks}; write 0 to {job.num_ranks - 1}"
         )
     pods = chosen_pods(job, cluster.pods_of(job), request)
     readable = [pod for pod in pods if pod.has_logs]

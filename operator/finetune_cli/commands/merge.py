@@ -38,7 +38,7 @@ def merge(order: MergeOrder, console: Console) -> MergeEnd:
 
 
 def check_order(order: MergeOrder) -> None:
-    """Raises LocalError where the arguments alone show that this cannot work."""
+    """Raises LocalError if the arguments alone show that this cannot work."""
     inputs = [("--base", order.base, "config.json"), *(("--adapter", one, "adapter_config.json") for one in order.adapters)]
     for option, directory, file in inputs:
         if not (directory / file).is_file():

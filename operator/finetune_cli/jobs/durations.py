@@ -15,7 +15,7 @@ def parse_duration(text: str, option: str) -> float:
     """Seconds of `90`, `90s`, `10m`, `1h30m` or `2d`. Raises LocalError."""
     found = _FORM.fullmatch(text.strip()) if text.strip() else None
     if found is None:
-        raise LocalError(f"{option}: {text!r} is no length of time; write 90s, 10m, 1h30m or 2d")
+        raise LocalError(f"{option}: {text!r} is not a length of time; write 90s, 10m, 1h30m or 2d")
     seconds = sum(float(number) * unit for number, unit in zip(found.groups(), _UNITS.values(), strict=True) if number)
     if seconds > _MOST:
         raise LocalError(f"{option}: {text!r} is more than ten years; write a shorter time")

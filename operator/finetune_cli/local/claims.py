@@ -62,7 +62,7 @@ def claims_of(plan: RunPlan) -> list[ClaimUse]:
 
 
 def check_given(claims: Sequence[ClaimUse], given: Mapping[str, Path]) -> None:
-    """Raises LocalError where a directory is given for a claim that the job does not name."""
+    """Raises LocalError if a directory is given for a claim that the job does not name."""
     unknown = sorted(set(given) - {use.name for use in claims})
     if unknown:
         raise LocalError(f"--claim {unknown[0]}: the job names no such claim; it names {', '.join(use.name for use in claims)}")

@@ -314,7 +314,7 @@ def outcome(
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now. Raises OSError where there is none.
+    """A port of the loopback interface that nobody listens on now. Raises OSError if there is none.
 
     It is taken seconds later, by torchrun, and must not be given to a connection meanwhile.
     """
@@ -326,7 +326,7 @@ def free_port() -> int:
 
 
 def check_trainer() -> None:
-    """Raises LocalError where the trainer is not installed."""
+    """Raises LocalError if the trainer is not installed."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise LocalError(

@@ -98,7 +98,6 @@ _REPOSITORY = r"[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
 _OCI = rf"oci://{_REGISTRY}/{_REPOSITORY}(:[A-Za-z0-9_][A-Za-z0-9._-]{{0,127}})?"
 HUB_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$"
 """Of a model: the Hub's own rule for repositories."""
-CLAIM_SOURCE_PATTERN = f"^{_CLAIM}$"
 DESTINATION_PATTERN = f"^({_CLAIM}|{_MODEL}|{_BUCKET}|{_OCI})$"
 SOURCE_PATTERN = f"^({_CLAIM}|{_HUB}|{_BUCKET})$"
 HUB_DATASETS = "datasets/"
@@ -122,8 +121,6 @@ ClaimDirectory = Annotated[
     str, StringConstraints(pattern=f"^{_SEGMENT}(/{_SEGMENT})*$", max_length=512), AfterValidator(_no_parent)
 ]
 """A directory below the root of a claim that is named elsewhere."""
-ClaimSource = Annotated[str, StringConstraints(pattern=CLAIM_SOURCE_PATTERN, max_length=512), AfterValidator(_no_parent)]
-"""A path on a PersistentVolumeClaim of the job's namespace: `pvc://<claim>/<path>`."""
 Source = Annotated[
     str,
     StringConstraints(pattern=SOURCE_PATTERN, max_length=512),
@@ -152,7 +149,7 @@ DEFAULT_TAG = "latest"
 
 
 class ClaimPath(BaseModel):
-    """A parsed `ClaimSource`."""
+    """A parsed path on a PersistentVolumeClaim of the job's namespace: `pvc://<claim>/<path>`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
     claim: str

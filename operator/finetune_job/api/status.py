@@ -6,11 +6,11 @@ from pydantic import Field, StringConstraints
 
 from finetune_job.api.base import ApiModel
 from finetune_job.failures import FailureClass
-from finetune_job.finding import Finding
+from finetune_job.finding import MAX_TEXT_LENGTH, Finding
 from finetune_job.names import Role
 from finetune_job.reasons import AttemptOutcome, ConditionType
 
-Text = Annotated[str, StringConstraints(max_length=4096)]
+Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_LENGTH)]
 Timestamp = Annotated[str, StringConstraints(max_length=32)]
 """RFC 3339, UTC, whole seconds."""
 Number = Annotated[str, StringConstraints(max_length=32)]

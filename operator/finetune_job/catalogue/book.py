@@ -81,7 +81,7 @@ def audit_finding(identifier: str, *, field: str, value: str = "", message: str,
 
 
 def rehearsal_required(profile: str, verdict: str) -> Finding:
-    """The refusal of a job whose rehearsal did not pass. profile: that requires one. verdict: what became of it, in one word."""
+    """The refusal of a job whose rehearsal did not pass. profile: that requires one. verdict: of the rehearsal, in one word."""
     return make_finding(
         "rehearsal-required",
         field="spec.preflight.rehearsal",

@@ -130,7 +130,7 @@ def float16_adapter(context: RuleContext) -> Problem | None:
 
 @rule(
     "saved-module-16-bit",
-    "Modules that are trained whole in the base's element type stand still",
+    "Modules that are trained whole in the base's element type do not change",
     severity="warning",
     reads=(_SAVED, _AUTOCAST, "model.dtype", "training.precision"),
     sources=(
@@ -192,7 +192,7 @@ def float16_range(context: RuleContext) -> Problem | None:
 
 @rule(
     "dora-16-bit-magnitude",
-    "DoRA's magnitudes stand still in 16 bits",
+    "DoRA's magnitudes do not change in 16 bits",
     severity="warning",
     reads=("method.type", _AUTOCAST, "model.dtype", "training.precision"),
     sources=("trl: pull request 7268", "IEEE 754: a bfloat16 number near 1 has steps of 1/128, larger than usual updates"),

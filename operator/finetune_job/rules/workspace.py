@@ -83,7 +83,7 @@ def workspace_inside_data(context: RuleContext) -> Problem | None:
 
 @rule(
     "start-needs-named-claim",
-    "A checkpoint to start from lies on the workspace claim",
+    "A checkpoint to start from is on the workspace claim",
     reads=("training.startFrom", _CLAIM),
     sources=("this product's API",),
     reproduction=Reproduction(

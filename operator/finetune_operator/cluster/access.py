@@ -16,7 +16,7 @@ from yarl import URL
 
 
 async def load_configuration() -> Configuration:
-    """Settings of the connection. Raises kubernetes.aio.config.ConfigException where neither source is there."""
+    """Settings of the connection. Raises kubernetes.aio.config.ConfigException if neither source is there."""
     configuration = Configuration()
     if os.environ.get("KUBECONFIG"):
         await config.load_kube_config(os.environ["KUBECONFIG"], client_configuration=configuration)

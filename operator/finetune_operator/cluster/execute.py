@@ -10,7 +10,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from finetune_job.api.status import FineTuneJobStatus
 from finetune_operator.children.placement import GATES_ANNOTATION
 from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.api import Api, Document
@@ -164,12 +163,10 @@ def is_refused(error: ApiError) -> bool:
     return 400 <= error.code < 500 or (error.code == 500 and "webhook" in error.message)
 
 
-def status_document(status: FineTuneJobStatus) -> Document:
-    """Status as JSON without absent values: CEL asks `has(status.startTime)`, so an empty one must not be there at all."""
-    return _document(status)
-
-
-def _document(model: BaseModel) -> Document:
+def status_document(model: BaseModel) -> Document:
+    """Status, or a part of it, as JSON without absent values: CEL asks `has(status.startTime)`, so an empty one must not be there
+    at all.
+    """
     found: Document = {}
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
@@ -181,7 +178,7 @@ def _document(model: BaseModel) -> Document:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
-        return _document(value)
+        return status_document(value)
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, str) else value

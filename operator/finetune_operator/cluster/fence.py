@@ -18,7 +18,7 @@ from kubernetes.aio.client.rest import RESTClientObject
 from finetune_operator.cluster.answers import NotLeadingError
 
 Fence = Callable[[], None]
-"""Raises NotLeadingError where a request must not be sent any more. Called very often, from any thread."""
+"""Raises NotLeadingError if a request must not be sent any more. Called very often, from any thread."""
 
 
 class FencedConnections(RESTClientObject):  # type: ignore[misc]

@@ -31,7 +31,8 @@ class RequestLimiter:
         self._limit = float(most)
         self._clock = clock
         self._halved_at = float("-inf")
-        self._num_running = 0
+        self.num_running = 0
+        """Requests under way."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     @property
@@ -39,15 +40,10 @@ class RequestLimiter:
         """Requests that may be under way now."""
         return int(self._limit)
 
-    @property
-    def num_running(self) -> int:
-        """Requests under way."""
-        return self._num_running
-
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """Wait for one's turn; the request is under way as long as the context is open."""
-        if self._num_running >= self.limit or self._waiting:
+        if self.num_running >= self.limit or self._waiting:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
             try:
@@ -57,7 +53,7 @@ class RequestLimiter:
                     self._leave()
                 raise
         else:
-            self._num_running += 1
+            self.num_running += 1
         begun = self._clock()
         try:
             yield
@@ -83,13 +79,13 @@ class RequestLimiter:
             self._limit = max(self._least, self._limit / 2.0)
 
     def _leave(self) -> None:
-        self._num_running -= 1
+        self.num_running -= 1
         self._let_in()
 
     def _let_in(self) -> None:
-        while self._waiting and self._num_running < self.limit:
+        while self._waiting and self.num_running < self.limit:
             turn = self._waiting.popleft()
             if not turn.done():
                 # Counted here and not by the one who waits: until it runs, nobody may take its place.
-                self._num_running += 1
+                self.num_running += 1
                 turn.set_result(None)

@@ -152,7 +152,7 @@ class Elector:
         return True
 
     async def _write(self, lease: Document | None, started: float) -> None:
-        """Raises ApiError with a conflict where somebody else was faster: the lease is not ours then."""
+        """Raises ApiError with a conflict if somebody else was faster: the lease is not ours then."""
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         spec: Document = {} if lease is None else dict(lease.get("spec") or {})
         is_renewal = lease is not None and _holder(lease) == self._identity

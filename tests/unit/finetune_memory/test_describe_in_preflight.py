@@ -12,7 +12,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from finetune_job.failures import FailureClass, Outcome
 from finetune_job.finding import Finding
-from finetune_memory.describe import model_shape, read_model
+from finetune_memory.describe import ModelMetadata, model_shape, read_model
 from finetune_memory.model_shape import facts_of
 from finetune_operator.decide.reconcile import reconcile
 from finetune_trainer.context import RunContext
@@ -66,6 +66,28 @@ def test_what_the_architecture_decides_is_what_its_name_says(kind: str, tmp_path
     assert structure.shape.parameters == expected.parameters
     assert structure.shape.facts == expected.facts
     assert (expected.facts.has_fused_attention, expected.facts.is_stored_otherwise) == (kind != "gemma2", kind != "gemma2")
+
+
+def test_modules_of_an_unknown_family_are_told_apart_by_their_names() -> None:
+    """A head that is called an embedding in part is none, and what is inside a router belongs to it."""
+    tensors = {
+        "model.tok_embeddings.weight": ("BF16", (64, 16)),
+        "model.layers.0.attention.wo.weight": ("BF16", (16, 16)),
+        "model.layers.0.feed_forward.gate.weight": ("BF16", (4, 16)),
+        "model.layers.0.feed_forward.router.layer.weight": ("BF16", (4, 16)),
+        "model.layers.0.norm.weight": ("BF16", (16,)),
+        "embed_out.weight": ("BF16", (64, 16)),
+    }
+    config = {"model_type": "unheard_of", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 64}
+    shape = model_shape(plan_of(tiny_spec(method={"type": "Full", "lora": None})), ModelMetadata(config, tensors))
+    assert {each.name: each.kind for each in shape.parameters} == {
+        "model.tok_embeddings.weight": "embedding",
+        "model.layers.0.attention.wo.weight": "linear",
+        "model.layers.0.feed_forward.gate.weight": "other",
+        "model.layers.0.feed_forward.router.layer.weight": "other",
+        "model.layers.0.norm.weight": "other",
+        "embed_out.weight": "linear",
+    }
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "ernie4_5_moe", "minimax_m2", "lfm2_moe", "qwen3_moe"])

@@ -166,7 +166,7 @@ class PreparedData:
 
     @classmethod
     def open(cls, directory: Path, least_length: int = 1) -> PreparedData:
-        """Open the data under `directory`. Raises PreparedDataError where any byte is not what was written.
+        """Open the data under `directory`. Raises PreparedDataError if any byte is not what was written.
 
         least_length: to which rows are padded that are shorter.
         """

@@ -55,7 +55,7 @@ class ChatTemplate:
     """Other tokens at which generation stops, with which a turn that calls tools may end."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The text of a chat. Raises ChatError where the template does."""
+        """The text of a chat. Raises ChatError if the template does."""
         return render_chat(self.source, self.variables, messages, tools)[0]
 
     def render_whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> RenderedChat:
@@ -256,7 +256,7 @@ class ChatTemplate:
 
 
 def check_calls(number: int, message: Message, said: str) -> None:
-    """Raises ChatError where `said` lacks a call of the message, which is part of what is to be learnt, or holds it as no server
+    """Raises ChatError if `said` lacks a call of the message, which is part of what is to be learnt, or holds it as no server
     reads it. number: of the message.
     """
     key = f"messages[{number}].tool_calls"

@@ -260,7 +260,9 @@ def _turn(place: RecordPosition, key: str, message: Any, write: str, mapping: Ma
         return place.problem(role_key, as_json(role), "is not the name of a role", "write system, user, assistant or tool")
     if mapping.roles is not None and (role := mapping.roles.get(role, role)) not in ROLES:
         fix = f"name the role in spec.data.mapping.roles, as in {{{json.dumps(role)}: assistant}}"
-        return place.problem(role_key, role, f"{role!r} is no role of a chat and spec.data.mapping.roles does not name it", fix)
+        return place.problem(
+            role_key, role, f"{role!r} is not a role of a chat and spec.data.mapping.roles does not name it", fix
+        )
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         return place.problem(
             f"{key}.tool_calls", as_json(calls), "is not a list of objects", "write a list of calls, or remove it"

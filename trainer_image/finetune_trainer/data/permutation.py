@@ -19,7 +19,7 @@ def position(seed: int, epoch: int, index: int, n: int) -> int:
 
     A balanced Feistel network over the smallest even number of bits that holds n; results outside 0..n-1 are fed in again
     (cycle walking, Black and Rogaway, 2002), on average fewer than four times.
-    Raises ValueError where the index is not in 0..n-1 or seed or epoch is negative.
+    Raises ValueError if the index is not in 0..n-1 or seed or epoch is negative.
     """
     if not 0 <= index < n:
         raise ValueError(f"index {index} is not in 0..{n - 1}")

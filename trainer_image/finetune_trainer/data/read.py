@@ -34,7 +34,6 @@ __all__ = [
     "can_be_parted",
     "lines_before",
     "read_file",
-    "read_records",
     "record_files",
 ]
 
@@ -106,12 +105,6 @@ def read_file(
     if part is not None:
         raise ValueError(f"{path.name} cannot be read in parts")
     return reader(path, data_format, mapping)
-
-
-def read_records(path: Path, data_format: DataFormat) -> Iterator[Record | RecordProblem]:
-    """Every record of a source, file by file. Raises as `record_files` and `read_file` do."""
-    for file in record_files(path):
-        yield from read_file(file, data_format)
 
 
 def _raise(error: OSError) -> None:

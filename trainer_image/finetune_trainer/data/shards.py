@@ -107,7 +107,7 @@ class TokenShards:
         self._files = [path.open("rb", buffering=0) for path in sorted((directory / split).glob(shard_name(None)))]
 
     def read(self, start: int, stop: int) -> tuple[Array, Array]:
-        """See TokenSource. Raises PreparedDataError where a file has become shorter since it was verified."""
+        """See TokenSource. Raises PreparedDataError if a file has become shorter since it was verified."""
         stored = np.empty(stop - start, dtype=TOKEN_TYPE)
         view, position, filled = stored.data.cast("B"), start, 0
         while filled < len(view):

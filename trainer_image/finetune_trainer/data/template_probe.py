@@ -29,7 +29,7 @@ PROBE: tuple[Message, ...] = (
 
 @lru_cache(maxsize=4)
 def chat_template(tokenizer: Tokenizer, source: str, stop_ids: tuple[int, ...] = ()) -> ChatTemplate:
-    """What `source` was seen to write for a plain chat. Raises ChatError, with an empty key, where it cannot be trained on.
+    """What `source` was seen to write for a plain chat. Raises ChatError, with an empty key, if it cannot be trained on.
 
     stop_ids: tokens at which generation with the model stops.
     """

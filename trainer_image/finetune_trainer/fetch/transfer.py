@@ -77,7 +77,7 @@ class _PartialFile:
         self._file.truncate()
 
     def write(self, chunk: bytes | memoryview) -> None:
-        """Append. Raises TransientError where the file would grow beyond what was listed; it then starts again."""
+        """Append. Raises TransientError if the file would grow beyond what was listed; it then starts again."""
         if self.offset + len(chunk) > self._remote.size:
             self.restart()
             raise TransientError(f"more than the listed {self._remote.size} bytes came")

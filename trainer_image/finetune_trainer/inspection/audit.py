@@ -212,7 +212,7 @@ def _provenance(context: RunContext, data_hash: str | None) -> Iterator[Finding]
         inner = predicate["buildDefinition"]["internalParameters"]
         (prepared,) = [each["digest"]["sha256"] for each in predicate["runDetails"]["byproducts"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        yield _plan_differs(path, "", f"is no provenance of a result ({error})")
+        yield _plan_differs(path, "", f"is not the provenance of a result ({error})")
         return
     yield from _versions(path, predicate["runDetails"].get("builder", {}).get("version", {}))
     if inner.get("planSha256") != context.plan_sha256:

@@ -58,7 +58,7 @@ def _link_finding(directory: Path, error: OutsideError) -> Finding:
 
 
 def check_entries(directory: Path, root: Path) -> list[Finding]:
-    """A finding per entry that no library may open, links out of `root` first. Raises OSError where it cannot be listed."""
+    """A finding per entry that no library may open, links out of `root` first. Raises OSError if it cannot be listed."""
     findings = [_link_finding(directory, error) for error in links_outside(directory, root)]
     for path in (*sorted(directory.iterdir()), *sorted(directory.glob(f"{TEMPLATES}/*"))):
         reason = _reason(path)

@@ -51,7 +51,7 @@ def module_of(path: str) -> str:
 def with_saved_vocabulary(model: StoredModel, adapters: Sequence[Mapping[str, TensorHeader]]) -> StoredModel:
     """The model with embeddings as large as the adapters' files have them; itself if that is their size.
 
-    adapters: tensors by name. Looks at shapes only. Raises AdapterTensorMisshapedError where the embeddings were made smaller or
+    adapters: tensors by name. Looks at shapes only. Raises AdapterTensorMisshapedError if the embeddings were made smaller or
     too large, or are of several sizes, and UnsupportedBaseError.
     """
     stored, embeddings = model.vocabulary(), model.embeddings

@@ -1,9 +1,9 @@
 """First values of adapters that start from the base's own weights: PiSSA (Meng et al., 2024) and OLoRA (Buyukakyuz, 2024).
 
 Computed once for a run and kept on its workspace, because a decomposition has other bits on another machine or with another
-number of threads: a restart that computed it again would go on from other values than it trained. A checkpoint names the file's
-digest. `python -m finetune_trainer.model.first_values` computes them for preflight, before a GPU is held: standard input is the
-plan, standard output the digest.
+number of threads: a restart that computed it again would continue from other values than it trained. A checkpoint names the
+file's digest. `python -m finetune_trainer.model.first_values` computes them for preflight, before a GPU is held: standard input
+is the plan, standard output the digest.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def redacted_message(text: str | None) -> str:
 
 
 def call_hub(operation: Callable[[], T]) -> T:
-    """The result of calls of huggingface_hub. Raises TransientError where no whole answer came, and HfHubHTTPError."""
+    """The result of calls of huggingface_hub. Raises TransientError if no whole answer came, and HfHubHTTPError."""
     try:
         return operation()
     except (RuntimeError, ValueError, httpx2.HTTPError, httpx2.InvalidURL) as error:

@@ -53,12 +53,12 @@ GAUGES: dict[str, Definition] = {
         (
             "calculated_tokens_per_second",
             "calculated_tokens_per_second",
-            "What the planner calculates for such devices, with parts of their peaks that it assumes; absent where it cannot.",
+            "What the planner calculates for such devices, with parts of their peaks that it assumes; absent if it cannot.",
         ),
         (
             "mfu",
             "mfu_ratio",
-            "Operations that the model's mathematics needs over the device's bfloat16 peak; absent where the peak is not known.",
+            "Operations that the model's mathematics needs over the device's bfloat16 peak; absent if the peak is not known.",
         ),
         (
             "reached_flops_ratio",

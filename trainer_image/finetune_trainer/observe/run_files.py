@@ -104,7 +104,7 @@ class GoodputRecorder:
     """How all attempts have spent their time, and the file of their records."""
 
     def __init__(self, path: Path, start: AttemptStarted, stopwatch: Stopwatch) -> None:
-        """`start`: its time is that of this call, in seconds since the epoch. Raises OSError where the file cannot be opened."""
+        """`start`: its time is that of this call, in seconds since the epoch. Raises OSError if the file cannot be opened."""
         earlier: list[GoodputRecord] = parse_records(read_lines(read_own(path).decode(errors="replace"))) if path.exists() else []
         self._attempt, self._stopwatch = start.attempt, stopwatch
         self._start = start.model_copy(update={"time": start.time - sum(stopwatch.seconds().values())})

@@ -65,7 +65,7 @@ def serving(run_metrics: RunMetrics, port: int) -> Iterator[int]:
 
     def health() -> Answer:
         if run_metrics.is_stalled():
-            return Answer(b"training stands still\n", status=HTTPStatus.SERVICE_UNAVAILABLE)
+            return Answer(b"training is stalled\n", status=HTTPStatus.SERVICE_UNAVAILABLE)
         return Answer(b"ok\n")
 
     server = HttpServer(

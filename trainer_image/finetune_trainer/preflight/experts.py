@@ -1,4 +1,4 @@
-"""What became of a mixture of experts: whether its experts are packed and adapted, and its routers adapted unasked.
+"""Mixtures of experts: whether the experts are packed and adapted, and the routers adapted unasked.
 
 A model keeps most of its experts as stacked parameters, which are no linear layers, though all-linear and QLoRA seem to mean
 them. In: the model with its adapters. Called by attached.py, which lists the findings with all others.

@@ -90,7 +90,7 @@ def check_within_bounds(plan: RunPlan, directory: Path) -> bytes:
 
 
 def checked(ended: ChildEnd, directory: Path) -> Checked:
-    """What such a process says of the model in `directory`. Raises ModelCheckError where it says nothing."""
+    """What such a process says of the model in `directory`. Raises ModelCheckError if it says nothing."""
     if ended.exceeded is not None or ended.code == -signal.SIGXCPU:
         return None, [_endless(directory, how_it_ended(ended))]
     if ended.code in (-signal.SIGKILL, 128 + signal.SIGKILL):

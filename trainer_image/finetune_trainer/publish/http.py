@@ -59,7 +59,7 @@ class HttpClient:
         self._client.close()
 
     def send(self, method: str, url: str, headers: dict[str, str], body: bytes | None = None) -> HttpResponse:
-        """One request and its answer, whatever that says. Raises TransientError where none came, and StoppedError."""
+        """One request and its answer, whatever that says. Raises TransientError if none came, and StoppedError."""
         if body is None:
             return self.stream(method, url, headers, None, 0)
         return self.stream(method, url, headers, (body,), len(body))
@@ -91,7 +91,7 @@ class HttpClient:
 
 
 def _bounded(response: httpx2.Response) -> bytes:
-    """The body. Raises TransientError where it is longer than any answer is."""
+    """The body. Raises TransientError if it is longer than any answer is."""
     content = bytearray()
     for piece in response.iter_bytes():
         content += piece

@@ -107,7 +107,7 @@ class RegistryDestination:
         )
 
     def _is_tagged(self, digest: str) -> bool:
-        """Whether the tag names this content. Raises DestinationRefusedError where it names other content and must not move."""
+        """Whether the tag names this content. Raises DestinationRefusedError if it names other content and must not move."""
         found = self._with_retries("looking at the tag", self._tagged)
         if found is None or found == digest:
             return found == digest

@@ -91,7 +91,7 @@ class BucketDestination:
         )
 
     def _existing_keys(self, release: Release, ours: set[str]) -> set[str]:
-        """Keys of the release that are there already. Raises DestinationRefusedError where anything else is."""
+        """Keys of the release that are there already. Raises DestinationRefusedError if anything else is."""
         listed = self._with_retries("listing what is there", lambda: list(self._bucket.list_objects(self._prefix)))
         # Consoles make an empty object to show a directory.
         keys = {key: size for key, size in listed if not (key.endswith("/") and size == 0)}
@@ -136,7 +136,7 @@ class BucketDestination:
         return self._with_retries(f"looking at {key}", lambda: self._bucket.head(key))
 
     def _is_there(self, key: str, file: ReleaseFile) -> bool:
-        """Raises DestinationRefusedError where it is another object."""
+        """Raises DestinationRefusedError if it is another object."""
         stored = self._stored(key)
         if stored is not None and (stored.size, stored.sha256) != (file.size, file.sha256):
             raise self._occupied(f"holds another {file.name} ({stored.size} bytes, sha256 {stored.sha256 or 'not announced'})")

@@ -75,7 +75,7 @@ def _hashed(output: OutputLayout, layout: ReleaseLayout, pattern: str) -> dict[s
 
 
 def _sha256(output: OutputLayout, name: str, known: str | None = None) -> str:
-    """Of one of the results. Raises CheckpointError where it is a link or no file: somebody else has put it there."""
+    """Of one of the results. Raises CheckpointError if it is a link or no file: somebody else has put it there."""
     try:
         with open_beneath(output.root, name):
             return known or sha256_beneath(output.root, name)
@@ -106,7 +106,7 @@ def _known_digests(manifest: Path) -> dict[str, str]:
 
 
 def write_checksums(output: OutputLayout, layout: ReleaseLayout) -> None:
-    """Write SHA256SUMS, the last file of the results. Raises CheckpointError where two files have one name."""
+    """Write SHA256SUMS, the last file of the results. Raises CheckpointError if two files have one name."""
     found = _hashed_files(output, layout)
     named = {layout.at_destination(local): sha256 for local, sha256 in found.items()}
     if len(named) != len(found):
@@ -137,7 +137,7 @@ def checksums_match(output: OutputLayout, layout: ReleaseLayout, digests: Mappin
 def read_release(context: RunContext) -> Release:
     """The complete results of this run, in the order of publishing. Reads sizes, no weights.
 
-    Raises CheckpointError where they are not complete, or hold what no merge has written.
+    Raises CheckpointError if they are not complete, or hold what no merge has written.
     """
     output, layout = context.output, release_layout(context.plan)
     claim = context.claims_root / context.plan.output.claim
@@ -165,8 +165,8 @@ def _release_file(output: OutputLayout, claim: Path, local: str, name: str, sha2
     parts = PurePosixPath(local).parts
     if PurePosixPath(local).as_posix() != local or not set(parts).isdisjoint(("/", "..", ".")):
         raise CheckpointError(
-            f"{output.checksums}: names {name!r}, which is no name of a file below {output.root}, so no merge has written this "
-            "list. Nothing was read or sent",
+            f"{output.checksums}: names {name!r}, which is not the name of a file below {output.root}, so no merge has written "
+            "this list. Nothing was read or sent",
             f"find out who writes to the claim; {_AGAIN}",
         )
     path = (output.root / local).relative_to(claim).as_posix()

@@ -197,7 +197,7 @@ class Warned(StrictModel):
 
 
 class DataCard(StrictModel):
-    """Where the records come from, what became of them, and how long they are."""
+    """Where the records come from, how many were used or dropped, and how long they are."""
 
     sources: tuple[SourceOfRecords, ...]
     splits: dict[Text, dict[str, Count]]

@@ -154,7 +154,7 @@ CHECKS: tuple[CheckStep[PreflightInspection], ...] = (
 
 
 def run(context: RunContext, *, is_forked: bool = False) -> TerminationReport:
-    """Check everything and prepare the data. Raises OSError where the workspace fails while it is written.
+    """Check everything and prepare the data. Raises OSError if the workspace fails while it is written.
 
     is_forked: this process may be forked, as `ModelProcess` says.
     """

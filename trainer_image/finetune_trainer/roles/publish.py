@@ -45,7 +45,7 @@ class _StopSignal:
 def publish(context: RunContext, credentials: Credentials, patience: RetryPolicy | None = None) -> TerminationReport:
     """Bring the release.
 
-    Raises DestinationRefusedError, DestinationUnavailableError, CheckpointError where the results are not what the merge left,
+    Raises DestinationRefusedError, DestinationUnavailableError, CheckpointError if the results are not what the merge left,
     PreemptedError, OSError.
     """
     plan = context.plan.publish

@@ -142,7 +142,7 @@ def _gate_rows(logits: LogitFigures, gate: VerificationGate) -> list[Sequence[st
         (
             "mean KL divergence, of the adapter's effect",
             share,
-            f"at most {gate.max_kl_share_of_effect:.0%} where the effect exceeds {gate.max_mean_kl:.3g}",
+            f"at most {gate.max_kl_share_of_effect:.0%} if the effect exceeds {gate.max_mean_kl:.3g}",
         ),
     ]
 

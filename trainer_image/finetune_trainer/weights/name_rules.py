@@ -52,7 +52,6 @@ class RuleMatch:
     """Where a rule matched a name."""
 
     before: str
-    matched: str
     after: str
     source: int
     expert: int
@@ -91,4 +90,4 @@ def match_rule(rule: NameRule, name: str) -> RuleMatch | None:
     group = (found.group(inner) or "") if inner <= pattern.groups else ""
     # The library replaces the first occurrence of the matched text, which a look-behind may place before the match.
     before, _, after = rest.partition(found.group(0))
-    return RuleMatch((scope or "") + before, found.group(0), after, source, expert, group)
+    return RuleMatch((scope or "") + before, after, source, expert, group)

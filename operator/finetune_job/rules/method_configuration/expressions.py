@@ -78,7 +78,7 @@ def module_expression_malformed(context: RuleContext) -> Problem | None:
     sources=("peft: peft/utils/other.py, get_pattern_key",),
     reproduction=Reproduction(
         "tests/pitfalls/test_adapters.py::test_pattern_keys_are_regular_expressions",
-        "re.error where it is none, and no error where it is blank: the pattern matches no module",
+        "re.error if the key is not a regular expression, and no error if it is blank: the pattern matches no module",
     ),
     holds_for="every version of peft",
     in_preflight=_NEVER_COMPILED,

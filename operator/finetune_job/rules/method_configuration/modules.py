@@ -209,7 +209,7 @@ def layers_without_targets(context: RuleContext) -> Problem | None:
         return None
     if targets is None and not METHODS[context.spec.method.type].targets_all_linear:
         return None
-    named = f"{ALL_LINEAR}, which targetModules is where nothing is named," if targets in (None, [ALL_LINEAR]) else f'"{targets}"'
+    named = f"{ALL_LINEAR}, the default of targetModules," if targets in (None, [ALL_LINEAR]) else f'"{targets}"'
     return Problem(
         field=written.field("layersToTransform"),
         value=layers,

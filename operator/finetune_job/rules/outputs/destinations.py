@@ -195,7 +195,7 @@ def output_replaces_model(context: RuleContext) -> Problem | None:
         field=_DESTINATION,
         value=context.spec.output.destination,
         message=f"model.source ({context.spec.model.source}) is a repository of the results: publishing would refuse to replace "
-        "it, after the training, or replace it where it is a result of this operator itself",
+        "it, after the training, or replace it if it is a result of this operator itself",
         fix=f"name a repository of its own, such as {written}",
         changes={_DESTINATION: written},
     )

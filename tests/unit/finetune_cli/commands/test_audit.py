@@ -128,10 +128,10 @@ def test_what_cannot_be_audited_is_told_with_the_fix(runs: tuple[RunDirectory, R
     code, said = refused("audit", run)
     assert (code, said.splitlines()[-1].partition(";")[0]) == (
         2,
-        "default/tiny: 1 checkpoints were kept, and an interval lies between two of them",
+        "default/tiny: 1 checkpoints were kept, and an interval is between two of them",
     )
     place.plan.write_text("{}")
-    assert refused("audit", run) == (2, f"{place.plan}: is no plan of a run (ValidationError)\n")
+    assert refused("audit", run) == (2, f"{place.plan}: is not the plan of a run (ValidationError)\n")
 
 
 def test_a_plan_that_its_record_does_not_name_is_not_computed(runs: tuple[RunDirectory, RunDirectory], tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_fork_begins_with_a_checkpoint_if_it_is_told_to() -> None:
         assert f"had trained after step {step};" in text
         assert report.exit_code is ExitCode.DONE
     for start in ("0", "-1", "1e3", "latest", "9" * 11):
-        with pytest.raises(LocalError, match=f"--from {start}: is no step; write one"):
+        with pytest.raises(LocalError, match=f"--from {start}: is not a step; write one"):
             fork(running, "running", None, [], start)
     with pytest.raises(LocalError, match="--from newest: the status of team/new names no checkpoint"):
         fork(ChangedCluster(objects.NEW), "new", None, [], "newest")

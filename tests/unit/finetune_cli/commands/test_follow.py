@@ -106,5 +106,5 @@ def test_failures_count_in_a_row_only() -> None:
 @pytest.mark.parametrize("text", ["Finished", "finished", "condition=Finished", "condition=finished=True"])
 def test_a_condition_is_named_as_kubectl_names_it(text: str) -> None:
     assert wanted_condition(text) is ConditionType.FINISHED
-    with pytest.raises(LocalError, match="--for: 'Done' is no condition of a job; it is one of Validated"):
+    with pytest.raises(LocalError, match="--for: 'Done' is not a condition of a job; it is one of Validated"):
         wanted_condition("Done")

@@ -8,12 +8,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from finetune_job.api.inputs import DataFormat
-from finetune_trainer.data.read import NoRecordFilesError, Record, RecordProblem, read_file, read_records, record_files
+from finetune_trainer.data.read import NoRecordFilesError, Record, RecordProblem, read_file, record_files
 from tests.unit.finetune_trainer.data.record_files import CHATS, PAIRS, contents, write
 
 CHAT, PAIR, TEXT = DataFormat.CHAT, DataFormat.PROMPT_COMPLETION, DataFormat.TEXT
 
 GOOD = {"prompt": "p", "completion": "c"}
+
+
+def read_records(path, data_format):
+    """Every record of a source, file by file."""
+    return (record for file in record_files(path) for record in read_file(file, data_format))
 
 
 def read(tmp_path, content, data_format=DataFormat.PROMPT_COMPLETION):
