@@ -72,13 +72,18 @@ def _fixed(content: Any, profiles: Profiles, records: Records | None, made: list
         content = content | {"kind": JOB_KIND}
     if content.get("kind") != JOB_KIND:
         return content
-    before: list[Any] = []
+    before: list[str] = []
+    first = len(made)
     for _ in range(MAX_FIXES):
-        finding = next(filter(_is_for_programs, _findings(content, profiles, records)), None)
-        # Of two kinds of records in one file, each may have a fix that makes the other wrong.
-        if finding is None or content in before:
+        text = json.dumps(content, sort_keys=True)
+        if text in before:
+            # Of two kinds of records in one file, each may have a fix that makes the other wrong: what was undone is not told.
+            del made[first + before.index(text) :]
             break
-        before.append(content)
+        finding = next(filter(_is_for_programs, _findings(content, profiles, records)), None)
+        if finding is None:
+            break
+        before.append(text)
         metadata = content.get("metadata")
         made.append((str(metadata.get("name", "")) if isinstance(metadata, dict) else "", finding))
         content = with_changes(content, finding.changes)
