@@ -22,6 +22,7 @@ SMALL_LINES = 60
 COVERED_BY = {
     # Tables of data: one test goes through all of their rows.
     "finetune_job/catalogue/*": "finetune_job/catalogue/test_book.py",
+    "finetune_job/chat_templates.py": "finetune_trainer/data/test_chat_templates_by_name.py",
     "finetune_job/plan/mapping.py": "finetune_trainer/data/test_forms_of_records.py",
     "finetune_job/peft_settings.py": "finetune_trainer/model/test_settings_table.py",
     # Rules: one table of manifests and verdicts for all topics, and the schema's expressions in the CRD.

@@ -19,6 +19,7 @@ from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import Choice, JobIdentity, RunPlan
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.rule import RuleContext, format_value
+from finetune_job.trackers import foreign_trackers
 
 
 class DocumentOutcome(StrEnum):
@@ -109,7 +110,8 @@ def validate_files(files: Sequence[tuple[str, str]], profile: str | None = None)
 
 def judge(job: FineTuneJob, profile: FineTuneProfileSpec | None) -> tuple[DocumentOutcome, tuple[Finding, ...]]:
     """What the rules say about a job."""
-    findings = evaluate(RuleContext(job.spec, profile))
+    foreign = foreign_trackers(job.spec.training.trackers or ())
+    findings = (*evaluate(RuleContext(job.spec, profile)), *(() if foreign is None else (foreign,)))
     refused = any(finding.severity == "error" for finding in findings)
     return (DocumentOutcome.REFUSED if refused else DocumentOutcome.ACCEPTED), findings
 

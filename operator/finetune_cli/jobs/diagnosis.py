@@ -10,7 +10,7 @@ from datetime import datetime
 
 from finetune_cli.jobs import documents
 from finetune_cli.jobs.durations import duration_text
-from finetune_cli.jobs.patches import Patch, assignments, patch_for
+from finetune_cli.jobs.patches import NO_PATCH, Patch, assignments, patch_for
 from finetune_cli.jobs.progress import current_stage, stage_name
 from finetune_cli.jobs.seen import SeenEvent, SeenJob, SeenPod
 from finetune_job.api.documentation import member_docs
@@ -97,9 +97,12 @@ def _failed(job: SeenJob) -> Diagnosis:
             f"{_meaning(reason)} {message}".strip(), reason, advice=(_STAYS_FAILED,), commands=(_new_job(job, None),)
         )
     exhausted = f" {_meaning(reason)}" if reason == Reason.RESTARTS_EXHAUSTED else ""
-    patch = patch_for(attempt.failure, job)
-    advice = [attempt.hint or POLICY[attempt.failure].advice]
-    if patch is None and POLICY[attempt.failure].retry is not Retry.NEVER:
+    patch = patch_for(attempt.failure, job, attempt.role)
+    policy = POLICY[attempt.failure]
+    advice = [attempt.hint or policy.advice]
+    if patch is None:
+        advice.append(NO_PATCH[attempt.failure])
+    if policy.retry is not Retry.NEVER and (patch is None or policy.outside):
         advice.append("The cause may be gone by now: the same spec may run as a new job.")
     return Diagnosis(
         f"{attempt.role} failed: {attempt.message or attempt.failure}. {_meaning(attempt.failure)}{exhausted}",
@@ -129,14 +132,18 @@ def _stalled(job: SeenJob, fixes: Patch | None) -> Diagnosis:
     errors = [each for each in job.status.findings if each.severity == "error"]
     evidence = [f"{each.rule}: {each.field} is {each.value or 'not set'}. {each.message}" for each in errors]
     advice = [each.fix for each in errors if each.fix]
-    attempt = last_failure(job)
-    if attempt is not None and not errors:
-        evidence += _attempt_evidence(attempt)
-        advice += [attempt.hint or POLICY[attempt.failure or FailureClass.UNKNOWN].advice]
+    attempt, patch = last_failure(job), fixes
     commands = []
+    if attempt is not None and not errors:
+        failure = attempt.failure or FailureClass.UNKNOWN
+        evidence += _attempt_evidence(attempt)
+        advice += [attempt.hint or POLICY[failure].advice]
+        patch = patch or patch_for(failure, job, attempt.role)
+        advice += [NO_PATCH[failure]] if patch is None else []
+        commands += [_new_job(job, patch)] if patch is not fixes else []
     if job.started is not None:
         advice.append("After that, try it again.")
-        commands.append(f"finetune retry {_named(job)}")
+        commands.insert(0, f"finetune retry {_named(job)}")
     else:
         advice.append("Change the spec of this job, which has not started: it is judged again at once.")
     if fixes is not None:
@@ -148,7 +155,7 @@ def _stalled(job: SeenJob, fixes: Patch | None) -> Diagnosis:
         tuple(evidence),
         tuple(dict.fromkeys(each for each in advice if each)),
         tuple(commands),
-        fixes,
+        patch,
     )
 
 

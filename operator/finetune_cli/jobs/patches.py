@@ -8,28 +8,34 @@ from typing import Any
 
 from finetune_cli.jobs import documents
 from finetune_cli.jobs.seen import SeenJob
-from finetune_job.api.training import CheckpointSpec, TrainingSpec
+from finetune_job.api.inputs import DataSpec
+from finetune_job.api.pod_settings import quantity_bytes
+from finetune_job.api.training import ActivationCheckpointing, CheckpointSpec, TrainingSpec
 from finetune_job.failures import FailureClass
+from finetune_job.names import Role
 
 Patch = dict[str, Any]
 _MOST_TIMEOUT_SECONDS = 86_400
 """The API takes no more."""
 _SLOWER = 0.5
 """What a learning rate that diverged is multiplied by."""
+_SHORTEST_SEQUENCE = 256
+"""Tokens; below it few records would be left."""
 
 
-def patch_for(failure: FailureClass, job: SeenJob) -> Patch | None:
-    """What to change in a new job after such a failure, if a change of settings can help; None if not.
+def patch_for(failure: FailureClass, job: SeenJob, role: str) -> Patch | None:
+    """What to change in a new job after such a failure of a role, if a change of settings can help; None if not.
 
-    The result of training is the same with the changes for memory and disk. A lower learning rate is a proposal.
+    The result of training is the same with the changes for memory and disk, but for a shorter sequence, beyond which records are
+    dropped. That and a lower learning rate are proposals.
     """
     match failure:
         case FailureClass.DEVICE_OUT_OF_MEMORY:
-            micro = _effective(job, "microBatchSize")
-            if isinstance(micro, int) and micro > 1:
-                return {"spec": {"training": {"microBatchSize": micro // 2 if micro % 2 == 0 else 1}}}
-            if _effective(job, "activationCheckpointing") != "Full":
-                return {"spec": {"training": {"activationCheckpointing": "Full"}}}
+            return _less_memory(job)
+        case FailureClass.HOST_OUT_OF_MEMORY if role == Role.TRAIN:
+            if _effective(job, "asynchronous", "checkpoint") is True:
+                return {"spec": {"checkpoint": {"asynchronous": False}}}
+            return _less_memory(job)
         case FailureClass.NON_FINITE:
             rate = _effective(job, "learningRate")
             number = documents.decimal(rate) if isinstance(rate, str) else None
@@ -40,18 +46,75 @@ def patch_for(failure: FailureClass, job: SeenJob) -> Patch | None:
             longer = min(2 * seconds, _MOST_TIMEOUT_SECONDS)
             return {"spec": {"training": {"stepTimeoutSeconds": longer}}} if longer > seconds else None
         case FailureClass.DISK_FULL:
-            keep, least = documents.number(job.spec, "checkpoint", "keep"), CheckpointSpec().keep
-            return {"spec": {"checkpoint": {"keep": least}}} if keep is not None and keep > least else None
+            return _less_disk(job)
+        case FailureClass.PREEMPTED | FailureClass.INFRASTRUCTURE | FailureClass.NODE_LOST if role == Role.TRAIN:
+            # It was given up because no checkpoint was written between two losses.
+            if documents.value(job.spec, "checkpoint", "adaptive") is not True:
+                return {"spec": {"checkpoint": {"adaptive": True}}}
     return None
 
 
-def _effective(job: SeenJob, setting: str) -> object:
-    """A setting of training as the manifest or, if it leaves it open, the plan has it."""
-    found = documents.value(job.spec, "training", setting)
+NO_PATCH: Mapping[FailureClass, str] = {
+    FailureClass.USER_CONFIG: "Which setting to change only the message says: no change is right for every such failure.",
+    FailureClass.USER_DATA: "No setting makes wrong data right: correct the records, or name others.",
+    FailureClass.USER_MODEL: "No setting makes a wrong model right: correct its files, or name another.",
+    FailureClass.NON_FINITE: "No lower learning rate can be proposed, because the job's own is not known.",
+    FailureClass.DEVICE_OUT_OF_MEMORY: "No setting takes less memory: use a profile with larger devices, or more nodes.",
+    FailureClass.DEVICE_FAULT: "No setting repairs a device: the job is tried again by itself, and a node that is cordoned is "
+    "not used for it.",
+    FailureClass.HOST_OUT_OF_MEMORY: "No setting of the job takes less of this pod's memory, which its profile gives it.",
+    FailureClass.DISK_FULL: "No setting writes less: enlarge the claim, or make room on it.",
+    FailureClass.COLLECTIVE: "No setting repairs the network, and most often another rank failed first: its log says why.",
+    FailureClass.STALLED: "The ranks have the longest time already that may be set: their stacks say where they wait.",
+    FailureClass.SOURCE_UNAVAILABLE: "No setting has a source answer: the fetch is tried again by itself.",
+    FailureClass.DESTINATION_REFUSED: "Whether the destination, its Secret or what it holds is to change only its answer says.",
+    FailureClass.DESTINATION_UNAVAILABLE: "No setting has a destination answer: the upload is continued by itself.",
+    FailureClass.CHECKPOINT_INVALID: "No setting makes a checkpoint whole: a new job begins without one, from the base model.",
+    FailureClass.PLAN_MISMATCH: "The spec is not at fault: a new job gets a plan of its own.",
+    FailureClass.VERIFICATION_FAILED: "No setting makes a merged model right: verification.json says what differs, and the "
+    "adapter is kept.",
+    FailureClass.PREEMPTED: "Nothing is wrong with the job: it is tried again by itself, from its newest checkpoint.",
+    FailureClass.INFRASTRUCTURE: "No setting keeps a pod on a node: it is tried again by itself, from its newest checkpoint.",
+    FailureClass.NODE_LOST: "No setting brings a node back: the job is tried again by itself, from its newest checkpoint.",
+    FailureClass.REJECTED: "No setting makes room on a node: the pod is made again by itself.",
+    FailureClass.IMAGE_PULL: "The image is the profile's, and no setting changes it: the pull is tried again by itself.",
+    FailureClass.MOUNT: "No setting makes what is missing: create it; only a name that is wrong is corrected in a new job.",
+    FailureClass.ADMISSION: "The pods are made as their profile says, which no setting of the job changes.",
+    FailureClass.INTERNAL: "Nothing is known of which setting could help: the exception and the log say what happened.",
+    FailureClass.UNKNOWN: "Nothing is known of what happened, so no change can be proposed.",
+}
+"""Why no change of the manifest is proposed, if `patch_for` has none."""
+
+
+def _less_memory(job: SeenJob) -> Patch | None:
+    """For a rank, the change first that costs least."""
+    micro = _effective(job, "microBatchSize")
+    if isinstance(micro, int) and micro > 1:
+        return {"spec": {"training": {"microBatchSize": micro // 2 if micro % 2 == 0 else 1}}}
+    if _effective(job, "activationCheckpointing") != ActivationCheckpointing.FULL:
+        return {"spec": {"training": {"activationCheckpointing": ActivationCheckpointing.FULL.value}}}
+    length = documents.number(job.spec, "data", "maxSequenceLength") or DataSpec().max_sequence_length
+    return {"spec": {"data": {"maxSequenceLength": length // 2}}} if length >= 2 * _SHORTEST_SEQUENCE else None
+
+
+def _less_disk(job: SeenJob) -> Patch | None:
+    keep, least = documents.number(job.spec, "checkpoint", "keep"), CheckpointSpec().keep
+    if keep is not None and keep > least:
+        return {"spec": {"checkpoint": {"keep": least}}}
+    try:
+        size = quantity_bytes(documents.text(job.spec, "workspace", "volumeClaimTemplate", "storage"))
+    except ValueError:
+        return None
+    return {"spec": {"workspace": {"volumeClaimTemplate": {"storage": f"{-(-2 * size // 2**30)}Gi"}}}} if size else None
+
+
+def _effective(job: SeenJob, setting: str, part: str = "training") -> object:
+    """A setting of a part of the spec as the manifest or, if it leaves it open, the plan has it."""
+    found = documents.value(job.spec, part, setting)
     if found is not None or job.status.plan is None:
         return found
     for choice in job.status.plan.choices:
-        if choice.field == f"spec.training.{setting}":
+        if choice.field == f"spec.{part}.{setting}":
             try:
                 return json.loads(choice.value)
             except (ValueError, RecursionError):

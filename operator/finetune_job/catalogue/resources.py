@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune_job.catalogue.entry import Entry, Gate
+from finetune_job.catalogue.entry import EITHER, Entry, Gate
 from finetune_job.finding import UNREADABLE
 
 _REFUSED = "tests/unit/finetune_trainer/preflight/test_refused_jobs.py"
@@ -86,9 +86,10 @@ RESOURCE_ENTRIES = (
     ),
     Entry(
         "tracker-unknown",
-        "error",
+        EITHER,
         "The trainer image has no experiment tracker of this name",
-        "wandb and mlflow need their packages in the image; another tracker is an entry point of the group finetune.trackers.",
+        "wandb and mlflow need their packages in the image; another tracker is an entry point of the group finetune.trackers. "
+        "`finetune validate`, which does not know the image, warns of names that are not this product's own.",
         "Use a trainer image that offers it, or remove the name from spec.training.trackers",
         "tests/unit/finetune_trainer/observe/test_trackers.py::test_unknown_names_are_found_before_anything_starts",
     ),

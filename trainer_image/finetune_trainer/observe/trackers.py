@@ -18,11 +18,11 @@ from typing import Any, Protocol
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
+from finetune_job.trackers import ALWAYS, FIELD, GROUP, MLFLOW, WANDB, nearest_tracker
 from finetune_trainer.observe.event_files import TensorBoard
 from finetune_trainer.observe.services import MLflow, WeightsAndBiases
 
 log = logging.getLogger(__name__)
-GROUP = "finetune.trackers"
 WAITING_LINES = 10_000
 """Lines that may wait for a tracker; more are dropped and counted."""
 FINISH_SECONDS = 5.0
@@ -47,11 +47,10 @@ class Tracker(Protocol):
         ...
 
 
-ALWAYS = "tensorboard"
 BUILT_IN: dict[str, tuple[str | None, Callable[[], Tracker]]] = {
     ALWAYS: (None, TensorBoard),
-    "wandb": ("wandb", WeightsAndBiases),
-    "mlflow": ("mlflow", MLflow),
+    WANDB: ("wandb", WeightsAndBiases),
+    MLFLOW: ("mlflow", MLflow),
 }
 """By name: the package that it needs, and how it is made."""
 
@@ -68,12 +67,16 @@ def unknown_trackers(plan: RunPlan) -> Finding | None:
     unknown = [name for name in plan.training.trackers if name not in offered]
     if not unknown:
         return None
+    near = {name: found for name in unknown if (found := nearest_tracker(name, offered)) is not None}
+    write = "".join(f"write {found} for {name}, " for name, found in near.items()) + ("or " if near else "")
     return make_finding(
         "tracker-unknown",
-        field="spec.training.trackers",
+        severity="error",
+        field=FIELD,
         value=", ".join(unknown),
         message=f"no package in the trainer image offers a tracker of this name; offered are: {', '.join(offered)}",
-        fix=f"use a trainer image with a package that has an entry point of this name in the group {GROUP}, or remove the name",
+        fix=f"{write}use a trainer image with a package that has an entry point of this name in the group {GROUP}, or remove the "
+        "name",
     )
 
 

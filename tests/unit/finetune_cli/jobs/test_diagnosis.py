@@ -66,8 +66,6 @@ def test_every_failure_class_has_a_reason_an_advice_and_a_patch_that_is_accepted
         ("DeviceOutOfMemory", {"microBatchSize": 4}, {"microBatchSize": 2}),
         ("DeviceOutOfMemory", {"microBatchSize": 5}, {"microBatchSize": 1}),
         ("DeviceOutOfMemory", {"microBatchSize": 1}, {"activationCheckpointing": "Full"}),
-        ("DeviceOutOfMemory", {"microBatchSize": 1, "activationCheckpointing": "Full"}, None),
-        ("DeviceOutOfMemory", {"microBatchSize": "4", "activationCheckpointing": "Full"}, None),
         ("NonFinite", {"learningRate": "2e-4"}, {"learningRate": "0.0001"}),
         ("NonFinite", {"learningRate": "much"}, None),
         ("Stalled", {"stepTimeoutSeconds": 600}, {"stepTimeoutSeconds": 1200}),
@@ -77,16 +75,108 @@ def test_every_failure_class_has_a_reason_an_advice_and_a_patch_that_is_accepted
 )  # fmt: skip
 def test_a_patch_changes_what_can_help(failure: str, training: Document, patch: Document | None) -> None:
     job = seen_job(failed_with(failure, **training))
-    assert patch_for(FailureClass(failure), job) == (None if patch is None else {"spec": {"training": patch}})
+    assert patch_for(FailureClass(failure), job, "train") == (None if patch is None else {"spec": {"training": patch}})
+
+
+EXPECTED: dict[str, Document | str] = {
+    # What to change, or why no change of the manifest helps.
+    "UserConfig": "Which setting to change only the message says: no change is right for every such failure.",
+    "UserData": "No setting makes wrong data right: correct the records, or name others.",
+    "UserModel": "No setting makes a wrong model right: correct its files, or name another.",
+    "NonFinite": {"training": {"learningRate": "0.0001"}},
+    "DeviceOutOfMemory": {"training": {"microBatchSize": 2}},
+    "DeviceFault": "No setting repairs a device: the job is tried again by itself, and a node that is cordoned is not "
+    "used for it.",
+    "HostOutOfMemory": {"training": {"microBatchSize": 2}},
+    "DiskFull": "No setting writes less: enlarge the claim, or make room on it.",
+    "Collective": "No setting repairs the network, and most often another rank failed first: its log says why.",
+    "Stalled": {"training": {"stepTimeoutSeconds": 3600}},
+    "SourceUnavailable": "No setting has a source answer: the fetch is tried again by itself.",
+    "DestinationRefused": "Whether the destination, its Secret or what it holds is to change only its answer says.",
+    "DestinationUnavailable": "No setting has a destination answer: the upload is continued by itself.",
+    "CheckpointInvalid": "No setting makes a checkpoint whole: a new job begins without one, from the base model.",
+    "PlanMismatch": "The spec is not at fault: a new job gets a plan of its own.",
+    "VerificationFailed": "No setting makes a merged model right: verification.json says what differs, and the adapter is kept.",
+    "Preempted": {"checkpoint": {"adaptive": True}},
+    "Infrastructure": {"checkpoint": {"adaptive": True}},
+    "NodeLost": {"checkpoint": {"adaptive": True}},
+    "Rejected": "No setting makes room on a node: the pod is made again by itself.",
+    "ImagePull": "The image is the profile's, and no setting changes it: the pull is tried again by itself.",
+    "Mount": "No setting makes what is missing: create it; only a name that is wrong is corrected in a new job.",
+    "Admission": "The pods are made as their profile says, which no setting of the job changes.",
+    "Internal": "Nothing is known of which setting could help: the exception and the log say what happened.",
+    "Unknown": "Nothing is known of what happened, so no change can be proposed.",
+}
+
+
+@pytest.mark.parametrize("failure", list(FailureClass))
+def test_each_failure_class_has_its_patch_or_the_reason_why_there_is_none(failure: FailureClass) -> None:
+    found, expected = diagnose(seen_job(failed_with(failure)), objects.NOW), EXPECTED[failure]
+    if isinstance(expected, str):
+        assert found.patch is None
+        assert expected in found.advice
+    else:
+        assert found.patch == {"spec": expected}
+        assert not set(found.advice) & {each for each in EXPECTED.values() if isinstance(each, str)}
+
+
+def full(**spec: Any) -> Document:
+    """Trained with the least memory that batches leave."""
+    document = failed_with("DeviceOutOfMemory", microBatchSize=1, activationCheckpointing="Full")
+    document["spec"] |= spec
+    return document
+
+
+@pytest.mark.parametrize(
+    ("failure", "document", "role", "patch"),
+    [
+        ("DeviceOutOfMemory", full(), "train", {"data": {"maxSequenceLength": 1024}}),
+        ("DeviceOutOfMemory", full(data={"maxSequenceLength": 700}), "train", {"data": {"maxSequenceLength": 350}}),
+        ("DeviceOutOfMemory", full(data={"maxSequenceLength": 511}), "train", None),
+        ("HostOutOfMemory", full(), "train", {"data": {"maxSequenceLength": 1024}}),
+        ("HostOutOfMemory", full(checkpoint={"asynchronous": True}), "train", {"checkpoint": {"asynchronous": False}}),
+        ("HostOutOfMemory", full(checkpoint={"asynchronous": True}), "merge", None),
+        ("DiskFull", full(checkpoint={"keep": 5}), "train", {"checkpoint": {"keep": 2}}),
+        ("DiskFull", full(checkpoint={"keep": 2}), "train", None),
+        (
+            "DiskFull",
+            full(workspace={"volumeClaimTemplate": {"storage": "1500Mi"}}),
+            "train",
+            {"workspace": {"volumeClaimTemplate": {"storage": "3Gi"}}},
+        ),
+        ("DiskFull", full(workspace={"volumeClaimTemplate": {"storage": "much"}}), "train", None),
+        ("NodeLost", full(checkpoint={"adaptive": True}), "train", None),
+        ("NodeLost", full(), "merge", None),
+    ],
+)
+def test_a_patch_is_of_the_setting_that_is_left(failure: str, document: Document, role: str, patch: Document | None) -> None:
+    assert patch_for(FailureClass(failure), seen_job(document), role) == (None if patch is None else {"spec": patch})
+
+
+def test_a_training_that_was_given_up_has_its_patch_for_a_new_job() -> None:
+    document = failed_with("NodeLost")
+    document["status"]["conditions"] = objects.stages(4, objects.condition("Stalled", "True", "RestartsExhausted", "6 times."))
+    found = diagnose(seen_job(document), objects.NOW)
+    assert found.patch == {"spec": {"checkpoint": {"adaptive": True}}}
+    assert found.commands == (
+        "finetune retry failed -n team",
+        "finetune fork failed -n team --set spec.checkpoint.adaptive=true | finetune submit -",
+    )
+    document["spec"]["checkpoint"] = {"adaptive": True}
+    found = diagnose(seen_job(document), objects.NOW)
+    assert (found.patch, found.commands) == (None, ("finetune retry failed -n team",))
+    assert "No setting brings a node back: the job is tried again by itself, from its newest checkpoint." in found.advice
 
 
 def test_a_patch_starts_from_what_the_plan_chose() -> None:
     document = failed_with("DeviceOutOfMemory")
     del document["spec"]["training"]["microBatchSize"]
     document["status"]["plan"] = {"hash": "a", "choices": [{"field": "spec.training.microBatchSize", "value": "8"}]}
-    assert patch_for(FailureClass.DEVICE_OUT_OF_MEMORY, seen_job(document)) == {"spec": {"training": {"microBatchSize": 4}}}
+    assert patch_for(FailureClass.DEVICE_OUT_OF_MEMORY, seen_job(document), "train") == {
+        "spec": {"training": {"microBatchSize": 4}}
+    }
     document["status"]["plan"]["choices"][0]["value"] = "{"
-    assert patch_for(FailureClass.DEVICE_OUT_OF_MEMORY, seen_job(document)) == {
+    assert patch_for(FailureClass.DEVICE_OUT_OF_MEMORY, seen_job(document), "train") == {
         "spec": {"training": {"activationCheckpointing": "Full"}}
     }
 

@@ -32,6 +32,8 @@ def test_the_name_that_only_config_json_gives_is_told(tmp_path: Path) -> None:
     assert (finding.rule, finding.severity, finding.field) == ("adapter-base-guessed", "warning", "spec.model.hubName")
     assert [(change.field, change.value) for change in finding.changes] == [("spec.model.hubName", "maker/elder")]
     assert finding.is_proposal
+    # With the change made.
+    assert adapter_base_problem("maker/elder", directory) is None
 
 
 @pytest.mark.parametrize("written", ["/srv/models/llama", "./llama", "llama", "a/b/c", "pvc://models/base", "", None, 7])

@@ -114,6 +114,10 @@ def test_unknown_names_are_found_before_anything_starts() -> None:
     assert (finding.rule, finding.severity) == ("tracker-unknown", "error")
     assert (finding.field, finding.value) == ("spec.training.trackers", "nobody")
     assert "offered are: absent, breaking, hanging, notebook, tensorboard" in finding.message
+    assert finding.fix.startswith("use a trainer image with a package")
+    finding = unknown_trackers(plan_of(tiny_spec(training={"trackers": ["Notebook", "nobody"]})))
+    assert finding is not None
+    assert finding.fix.startswith("write notebook for Notebook, or use a trainer image with a package")
 
 
 def test_services_are_offered_if_their_package_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,9 +276,10 @@ def test_a_report_that_something_else_has_written_is_refused_by_name(context):
         assert with_choices_of_preflight(job.plan, path).training.micro_batch_size == value
 
 
-def test_a_large_model_without_a_gpu_is_warned_of_by_its_tensors(context, monkeypatch):
+@pytest.mark.parametrize("changes", [{}, {"method": {"type": "Full"}}], ids=["LoRA", "Full"])
+def test_a_large_model_without_a_gpu_is_warned_of_by_its_tensors(context, monkeypatch, changes):
     monkeypatch.setattr("finetune_job.device.LARGE_PARAMETERS", 1000)
-    job = context({})
+    job = context(changes)
     assert report_of_run(job) == []
     for gpu, expected in (({}, ["large-model-on-cpu"]), ({"gpu": {}}, [])):
         profile = FineTuneProfileSpec.model_validate({"trainerImage": "t", **gpu})

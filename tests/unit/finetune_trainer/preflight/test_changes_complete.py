@@ -22,6 +22,8 @@ _ESTIMATE = (
 )
 APPLIED = {
     "activation-checkpointing-not-supported": _OF_MODEL,
+    "adapter-base-guessed": "tests/unit/finetune_trainer/inspection/test_base_name.py"
+    "::test_the_name_that_only_config_json_gives_is_told",
     "adapter-bypassed": _OF_MODEL,
     "adapter-pattern-on-experts": _OF_MODEL,
     "adapter-pattern-unmatched": _OF_MODEL,
@@ -92,6 +94,7 @@ WITHOUT = {
     "chat-words-left-out": "the template or the records are to be changed by their author",
     "claim-not-mounted": _STORAGE,
     "claim-too-small": _STORAGE,
+    "adapter-base-unnamed": "only the author knows what the Hub calls the base, if it is there",
     "data-all-too-long": "a longer sequence takes more memory and split records are other data, so the author chooses",
     "data-empty": _DATA,
     "data-file-missing": _DATA,

@@ -1,0 +1,43 @@
+"""Names of experiment trackers: those of this product, and what is said of another before its image is known."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+
+from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
+
+ALWAYS = "tensorboard"
+WANDB, MLFLOW = "wandb", "mlflow"
+OWN = (ALWAYS, WANDB, MLFLOW)
+GROUP = "finetune.trackers"
+"""Entry points by which other packages offer trackers."""
+FIELD = "spec.training.trackers"
+_OTHER_NAMES = {"weights-and-biases": WANDB, "weights_and_biases": WANDB, "weightsandbiases": WANDB, "wb": WANDB}
+
+
+def nearest_tracker(name: str, offered: Collection[str]) -> str | None:
+    """Which of those that are offered is most likely meant."""
+    found = difflib.get_close_matches(_OTHER_NAMES.get(name.lower(), name.lower()), sorted(offered), n=1, cutoff=0.7)
+    return found[0] if found else None
+
+
+def foreign_trackers(names: Sequence[str]) -> Finding | None:
+    """A warning of names that are not ours: only the image shows whether a package offers them."""
+    foreign = [name for name in names if name not in OWN]
+    if not foreign:
+        return None
+    near = {name: found for name in foreign if (found := nearest_tracker(name, OWN)) is not None}
+    meant = list(dict.fromkeys(near.get(name, name) for name in names))
+    return make_finding(
+        "tracker-unknown",
+        severity="warning",
+        field=FIELD,
+        value=", ".join(foreign),
+        message=f"the trackers of this product are {', '.join(OWN)}; another one needs a package in the trainer image with an "
+        f"entry point of its name in the group {GROUP}, and without it preflight refuses the job",
+        fix=f"write {FIELD}: [{', '.join(meant)}]" if near else "remove the name, or see to such a package",
+        changes={FIELD: meant} if near else None,
+        is_proposal=any(name.lower() != found for name, found in near.items()),
+    )
