@@ -7,9 +7,10 @@ tried in tests/e2e/test_chain.py.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
@@ -118,6 +119,34 @@ def test_preparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert found["ours"]["counts"]["records"] > 10
     assert found["ours"]["peak_bytes"][0] > 0
     assert "different counts: none" in capsys.readouterr().out
+
+
+def test_the_chain_keeps_the_parts_of_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a run on the node is measured by, tests/e2e/test_chain.py shows; the local one is that of `make demo`."""
+    monkeypatch.setattr(chain, "RESULT", tmp_path / "results" / "chain.json")
+    monkeypatch.setattr(chain, "Stack", MagicMock())
+    started: list[list[object]] = []
+    stand_in = SimpleNamespace(run=lambda command, **_: started.append(command), DEVNULL=None)
+    monkeypatch.setattr(chain, "subprocess", stand_in)
+    monkeypatch.setattr(chain, "on_the_node", lambda _, name: {"first_step": 9.0, "succeeded": 20.0 + len(name)})
+    monkeypatch.setattr("sys.argv", ["chain", "--runs", "2"])
+    chain.main()
+    found = json.loads((tmp_path / "results" / "chain.json").read_text())
+    assert found["seconds"]["succeeded"] == {"median": 27.0, "min": 27.0, "max": 27.0}
+    assert found["ratio_to_local"]["min"] > 0
+    # The claims of the quick start, and a local run for each on the node.
+    assert [str(command[1]) for command in started] == ["-m", "run", "run"]
+    assert capsys.readouterr().out.startswith("run 1: first_step 9.0 s, succeeded 27.0 s; local ")
+
+
+def test_the_night_runs_every_benchmark() -> None:
+    makefile = (Path(__file__).parents[3] / "Makefile").read_text()
+    targets = set(re.findall(r"^(bench-[a-z0-9-]+): environment ##", makefile, re.MULTILINE))
+    nightly = makefile[makefile.index("\nnightly-pace:") : makefile.index("\n.PHONY: clean")]
+    # Tens of GB of disk, and a quarter of an hour each.
+    assert targets - set(re.findall(r"bench-[a-z0-9-]+", nightly)) == {"bench-merge-7b", "bench-prepare-memory"}
 
 
 def test_the_chain_of_a_job_that_fails_has_no_figures() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from finetune_job.failures import Outcome
-from finetune_trainer.preflight.fsdp_units import _largest_unit, check_units
+from finetune_trainer.preflight.fsdp_units import _largest_unit, check_unit_sizes, check_units
 from finetune_trainer.preflight.model_inspection import AttachedModel, ModelInspection
 from finetune_trainer.roles.preflight import run
 from tests.support.tiny_model import plan_of, tiny_spec
@@ -81,6 +81,38 @@ def test_what_is_judged_is_the_unit_and_not_the_name():
     """A root of embeddings is as large with the model's own classes, and half a model in one of two layers is not."""
     assert _largest_unit(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 20)), ()) == ("", 1.0)
     assert _largest_unit(nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 30, bias=False)), ("0", "1")) == ("1", 0.75)
+
+
+class Part(nn.Module):
+    """A layer of so many values."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+
+class Group(nn.Sequential):
+    """Some layers in one module."""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_found"),
+    [
+        # Half of all parameters in one unit, and a little less; the model's own layers hold a quarter.
+        ([[25, 25], [25, 25]], True),
+        ([[25, 24], [25, 24], [2]], False),
+        # Three quarters in one unit are half as much again as half of them, which the largest layer holds; 11 of 16 are not.
+        ([[8, 4], [4]], True),
+        ([[8, 3], [5]], False),
+    ],
+)
+def test_a_unit_is_too_large_from_half_of_the_model_and_half_as_much_again_as_with_its_own_classes(sizes, is_found):
+    model = nn.Sequential(*(Group(*map(Part, group)) for group in sizes))
+    model._no_split_modules = ["Part"]
+    plan = plan_of(tiny_spec(parallelism={"processesPerNode": 2, "fsdp": {"transformerLayerClsToWrap": ["Group"]}}))
+    units = tuple(str(number) for number in range(len(sizes)))
+    found = list(check_unit_sizes(ModelInspection(plan, Path("model"), attached=AttachedModel(model, {}, units))))
+    assert [finding.rule for finding in found] == ["unit-holds-most-of-the-model"] * is_found
 
 
 def test_a_rank_beyond_a_layers_width_is_a_warning(context):
