@@ -177,7 +177,7 @@ bench-spot: environment ## An elastic gang on spot nodes next to one of fixed si
 	$(PYTHON) -m bench.spot --runs $(RUNS) --keep-results
 bench-gpu: environment ## LoRA of an 8B-class model on a GPU next to TRL; says so where there is none
 	$(PYTHON) -m bench.gpu --runs $(RUNS)
-gpu-check: environment ## What only a GPU can show, in tiers: kernels, methods, resume, calibration, planner, out-of-memory, throughput; on the CPU at toy size
+gpu-check: environment ## What only a GPU can show, in tiers and ten minutes: kernels, calibration, throughput, waits, resume, methods, planner, ...; on the CPU at toy size
 	$(PYTHON) -m bench.gpu.check
 bench-prepare-memory: environment ## Memory of preparing 10 GB: 16 GB of disk, a quarter of an hour; fails at 1 GiB
 	$(PYTHON) -m bench.prepare --bytes 10GB --runs 1 --ours-only --tokenizer words

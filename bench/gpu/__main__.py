@@ -16,6 +16,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from finetune_trainer.observe.flops import model_cost
 RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 TINY = "tiny"
 """What the names of sizes for a CPU begin with."""
+RUN_SECONDS = 1800.0
 TARGET_TOKENS_PER_SECOND, STRETCH_TOKENS_PER_SECOND = 12_500, 15_000
 
 
@@ -39,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, or processes on the CPU")
     parser.add_argument("--size", choices=list(SIZES), default="8B", help="the model, and the length of its rows; tiny: on a CPU")
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=["ours", "trl"])
+    parser.add_argument("--run-seconds", type=float, default=RUN_SECONDS, help="that a run may take before it is ended")
     arguments = parser.parse_args(argv)
     if arguments.steps <= WARM_UP_STEPS or arguments.runs < 1:
         parser.error(f"--steps must be above {WARM_UP_STEPS} and --runs at least 1")
@@ -49,24 +53,37 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     contenders = arguments.contenders
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+    failed = set()
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as prepared:
-        if contender("prepare", Path(prepared), size, steps, ranks=ranks).wait() != 0:
+        if any(ended([contender("prepare", Path(prepared), size, steps, ranks=ranks)], arguments.run_seconds)):
             return 1
         for number in range(arguments.runs):
             for name in contenders if number % 2 == 0 else reversed(contenders):
-                runs[name].append(run_once(name, Path(prepared), size, steps, ranks))
+                try:
+                    runs[name].append(run_once(name, Path(prepared), size, steps, ranks, seconds=arguments.run_seconds))
+                except RuntimeError as error:
+                    # The others have figures all the same.
+                    failed.add(name)
+                    print(f"run {number + 1}/{arguments.runs}: {error}", flush=True)
+                    continue
                 rate = runs[name][-1]["tokens_per_second"]
                 print(f"run {number + 1}/{arguments.runs}, {name}: {rate:.0f} tokens/s", flush=True)
+                if not is_tiny:
+                    keep(size, ranks, runs)
     flops = flops_per_token(size, steps, ranks)
     for name, found in runs.items():
-        print(line(name, found, flops, ranks))
+        if found:
+            print(line(name, found, flops, ranks))
     if size == "8B":
         print(f"target {TARGET_TOKENS_PER_SECOND} tokens/s on one H100 or H200, stretch {STRETCH_TOKENS_PER_SECOND}")
-    if not is_tiny:
-        how = {"size": size, "ranks": ranks, "recomputes": recomputes(size), "torch": torch.__version__}
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        result_file(size).write_text(json.dumps({**how, "runs": runs}, indent=2) + "\n")
-    return 0
+    return int(bool(failed))
+
+
+def keep(size: str, ranks: int, runs: dict[str, list[dict[str, Any]]]) -> None:
+    """The figures so far, after each run: whoever has lent the device may want it back before the last."""
+    how = {"size": size, "ranks": ranks, "recomputes": recomputes(size), "torch": torch.__version__}
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    result_file(size).write_text(json.dumps({**how, "runs": runs}, indent=2) + "\n")
 
 
 def result_file(size: str) -> Path:
@@ -83,8 +100,23 @@ def contender(name: str, directory: Path, size: str, steps: int, *, rank: int = 
     return subprocess.Popen(command, env=environment)
 
 
-def run_once(name: str, prepared: Path, size: str, steps: int, ranks: int) -> dict[str, Any]:
-    """Figures of one run on a workspace of its own. prepared: what it begins with."""
+def ended(processes: list[subprocess.Popen[bytes]], seconds: float) -> list[int]:
+    """The exit codes of all, of which those that run longer than this are killed."""
+    deadline = time.monotonic() + seconds
+    try:
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(deadline - time.monotonic(), 0))
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.wait() for process in processes]
+
+
+def run_once(name: str, prepared: Path, size: str, steps: int, ranks: int, *, seconds: float) -> dict[str, Any]:
+    """Figures of one run on a workspace of its own. prepared: what it begins with. Raises RuntimeError if it fails, or takes
+    longer than `seconds`.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as place, socket.socket() as listener:
         directory = Path(place)
         (directory / "models").symlink_to(prepared / "models")
@@ -93,7 +125,7 @@ def run_once(name: str, prepared: Path, size: str, steps: int, ranks: int) -> di
         (directory / "port").write_text(str(listener.getsockname()[1]))
         listener.close()
         processes = [contender(name, directory, size, steps, rank=rank, ranks=ranks) for rank in range(ranks)]
-        codes = [process.wait() for process in processes]
+        codes = ended(processes, seconds)
         if any(codes):
             raise RuntimeError(f"{name} ended with {codes}")
         found = [json.loads((directory / f"figures-{rank}.json").read_text()) for rank in range(ranks)]

@@ -22,6 +22,7 @@ import torch
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.gpu.faults import TracedAlone
 from bench.gpu.plan import ALPHA, RANK, RATE, SEED, spec_of
 from bench.trainer.contender import trained_as_a_job
 from bench.trainer.workload import write_choice
@@ -187,6 +188,8 @@ def main() -> None:
     if name == "prepare":
         prepare(directory, size, int(steps), int(ranks), torch.device("cuda" if on_gpu else "cpu"))
         return
+    if not on_gpu:
+        TracedAlone().arm(int(rank))
     starts, losses = CONTENDERS[name](directory, *arguments)
     figures = {
         "starts": starts,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from finetune_trainer.model import compilation
+from finetune_trainer.model import compilation, variable_length
 from tests.support.forked_ranks import wrap
 
 
@@ -60,3 +60,15 @@ class WithoutCompiler:
     def arm(self, _rank: int) -> None:
         os.environ |= {"PATH": "/nowhere", "TRITON_CACHE_DIR": str(self.cache)}
         compilation.LAUNCHER = self.launcher
+
+
+@dataclass(frozen=True)
+class TracedAlone:
+    """Layers are traced and not compiled: what of it a CPU can show without a compiler and its minutes. What stands for the
+    kernel of attention is not even traced, because it looks at bounds, which are others in each batch.
+    """
+
+    def arm(self, _rank: int) -> None:
+        variable_length.by_document = torch.compiler.disable(variable_length.by_document)
+        original = torch.nn.Module.compile
+        torch.nn.Module.compile = lambda layer: original(layer, backend="aot_eager")  # type: ignore[method-assign,misc]

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune_trainer.data.batches import Batch, PreparedSplit
+from finetune_trainer.errors import ConfigError
 from finetune_trainer.model import variable_length
 from finetune_trainer.objective.next_token import NextToken
 from tests.support.tiny_model import prepared_split
@@ -23,11 +24,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": SIZES,
     "mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "mistral": SIZES | {"sliding_window": 6},
+    # Its scores are capped, which no kernel does: it takes transformers' own attention with a mask.
+    "gemma2": SIZES | {"sliding_window": 6, "query_pre_attn_scalar": 16},
     "gpt2": {"vocab_size": 264, "n_embd": 64, "n_layer": 2, "n_head": 4, "attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0},
 }
 FLOAT32_BOUND, BOUND_OF_MASK = 1e-6, 1.5
 """Largest relative distance on the CPU; and on a device in 16 bits, in distances of the same step with a mask."""
 SLACK_16_BITS = 1e-3
+BOUND_OF_ROUNDING = 0.1
+"""Of a mask alone in 16 bits; on an H200 0.01 to 0.08 were measured."""
 
 
 def kernel_rows(device: torch.device) -> list[dict[str, object]]:
@@ -40,22 +45,21 @@ def kernel_rows(device: torch.device) -> list[dict[str, object]]:
         loss, wanted = _step(model, batch, CPU)
         on_device = copy.deepcopy(model).to(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
         masked_loss, masked = _step(on_device, batch, device)
-        with variable_length.installed(on_device):
-            bounds_loss, by_bounds = _step(on_device, batch, device)
-            again = _step(on_device, batch, device)[1]
-        far, far_masked = _distance(by_bounds, wanted), _distance(masked, wanted)
+        far_masked = _distance(masked, wanted)
+        row = {"model": kind, "loss": loss, "with a mask": masked_loss, "distance with a mask": far_masked}
+        try:
+            with variable_length.installed(on_device):
+                bounds_loss, by_bounds = _step(on_device, batch, device)
+                again = _step(on_device, batch, device)[1]
+        except ConfigError as error:
+            bound = FLOAT32_BOUND if device.type == "cpu" else BOUND_OF_ROUNDING
+            rows.append({**row, "refused": str(error), "is_within_bound": far_masked <= bound})
+            continue
+        far = _distance(by_bounds, wanted)
         bound = FLOAT32_BOUND if device.type == "cpu" else BOUND_OF_MASK * far_masked + SLACK_16_BITS
+        is_same = torch.equal(by_bounds, again)
         rows.append(
-            {
-                "model": kind,
-                "loss": loss,
-                "with a mask": masked_loss,
-                "by bounds": bounds_loss,
-                "distance": far,
-                "distance with a mask": far_masked,
-                "is_within_bound": far <= bound,
-                "same bits again": torch.equal(by_bounds, again),
-            }
+            {**row, "by bounds": bounds_loss, "distance": far, "is_within_bound": far <= bound, "same bits again": is_same}
         )
     return rows
 

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock, Mock
 
+import psutil
 import pytest
 
 from bench.chain import __main__ as chain
+from bench.gpu import __main__ as gpu
+from bench.gpu import check
 from bench.memory import __main__ as memory
 from bench.memory import packed_load
 from bench.merge import __main__ as merge
@@ -25,6 +32,7 @@ from bench.spot import __main__ as spot
 from bench.starts import __main__ as starts
 from bench.trainer import __main__ as trainer
 from bench.validate import __main__ as validate
+from tests.support.living import living
 from tests.support.stack import Stack
 from tests.unit.bench import warm_subprocess
 
@@ -156,32 +164,38 @@ def test_the_chain_of_a_job_that_fails_has_no_figures() -> None:
         chain.on_the_node(stack, "mine")
 
 
-def test_what_a_gpu_would_show(capfd: pytest.CaptureFixture[str]) -> None:
-    from bench.gpu import check
+TIERS = (
+    "kernels", "calibration", "throughput", "waits", "resume", "methods", "out-of-memory", "pod", "launcher", "planner",
+    "verification", "stall", "long",
+)  # fmt: skip
 
-    assert check.main(["--toy"]) == 0
+
+@pytest.mark.parametrize(
+    ("options", "contenders", "methods"),
+    [
+        (["--quick"], {"ours": 2, "trl": 1}, 1),
+        # Every branch that a CPU can take.
+        pytest.param(
+            [], {"ours": 2, "trl": 1, "compiled": 2, "fp8": 1, "deterministic": 1}, 8, marks=pytest.mark.nightly, id="whole"
+        ),
+    ],
+)
+def test_what_a_gpu_would_show(
+    capfd: pytest.CaptureFixture[str], options: list[str], contenders: dict[str, int], methods: int
+) -> None:
+    assert check.main(["--toy", *options]) == 0
     lines = capfd.readouterr().out.splitlines()
-    for tier in (
-        "kernels",
-        "methods",
-        "pod",
-        "resume",
-        "launcher",
-        "calibration",
-        "planner",
-        "out-of-memory",
-        "stall",
-        "verification",
-        "throughput",
-        "long",
-    ):
+    assert [line.removeprefix("== ") for line in lines if line.startswith("== ")] == list(TIERS)
+    for tier in TIERS:
         assert [line for line in lines if line.startswith(f"{tier}: passed")]
         assert [line for line in lines if line.startswith(f"{tier}: not shown, because there is no GPU: ")]
-    for name, count in (("ours", 2), ("trl", 1)):
+    for name, count in contenders.items():
         found = [line for line in lines if line.startswith(f"{name} on 1 x cpu: ")]
         assert len(found) == count
         assert all("MFU unknown" in line for line in found)
+    assert len([line for line in lines if line.startswith("   method ")]) == methods
     assert any("class HostOutOfMemory" in line for line in lines)
+    assert any("   model gemma2" in line and "caps its attention scores, is_within_bound True" in line for line in lines)
     assert len([line for line in lines if line.startswith("   case GPU: ")]) == 30
     for part in ("flops", "attention", "memory"):
         assert any(line.startswith(f"   part {part}, reached ") and "share None, assumed 0." in line for line in lines)
@@ -190,26 +204,98 @@ def test_what_a_gpu_would_show(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_tier_that_fails_says_so_and_keeps_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from bench.gpu import check
-    from bench.gpu.tiers import Tier
+    from bench.gpu import worker
+    from bench.gpu.scale import Tier
 
     def breaks(_: object, rows: list[dict[str, object]]) -> str:
         rows.append({"loss": 1.5})
         raise RuntimeError("no kernel")
 
-    tiers = {"broken": Tier(breaks, "nothing"), "wrong": Tier(lambda *_: "other bytes", ""), "fine": Tier(lambda *_: "", "")}
-    monkeypatch.setattr(check, "TIERS", tiers)
-    assert check.main(["--toy"]) == 1
+    monkeypatch.setattr(worker, "RESULTS", tmp_path / "gpu")
+    scale: Any = SimpleNamespace(is_toy=False, name="H100")
+    assert worker.run("broken", Tier(breaks, 1, "nothing"), scale) == "RuntimeError: no kernel"
+    assert worker.run("wrong", Tier(lambda *_: "other bytes", 1, ""), scale) == "other bytes"
+    assert worker.run("fine", Tier(lambda *_: "", 1, ""), scale) == ""
     lines = capsys.readouterr().out.splitlines()
     assert [line[:34] for line in lines if "FAILED" in line or "passed" in line] == [
         "broken: FAILED: RuntimeError: no k", "wrong: FAILED: other bytes (0.0 s)", "fine: passed (0.0 s)",
     ]  # fmt: skip
-    assert lines[-1] == "failed: broken, wrong"
-    monkeypatch.setattr(check, "RESULTS", tmp_path / "gpu")
-    assert not check.run("broken", tiers["broken"], SimpleNamespace(is_toy=False, name="H100"))
     kept = json.loads((tmp_path / "gpu/broken.json").read_text())
     assert (kept["problem"], kept["rows"]) == ("RuntimeError: no kernel", [{"loss": 1.5}])
-    assert check.main(["--toy", "fine"]) == 0
+
+
+PLAYED = """
+import json, os, subprocess, sys, time
+from multiprocessing.connection import Connection
+limits = {"fine": 60, "hangs": 0.5, "wrong": 60, "dies": 60, "last": 60}
+names = sys.argv[2:] or list(limits)
+reports = Connection(int(sys.argv[1]), readable=False)
+say = lambda what: reports.send_bytes(json.dumps(what).encode())
+say({"on_device": True, "limits": {name: limits[name] for name in names}})
+for name in names:
+    print("==", name, flush=True)
+    if name == "hangs":
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        open(os.environ["SLEEPER"], "w").write(str(child.pid))
+        child.wait()
+    if name == "dies":
+        os.kill(os.getpid(), 9)
+    say({"tier": name, "problem": "other bytes" if name == "wrong" else ""})
+"""
+"""What plays the process of tiers, one of which hangs and one of which ends its process."""
+
+
+def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> int:
+    monkeypatch.setattr(check, "WORKER", (sys.executable, "-c", PLAYED))
+    monkeypatch.setenv("SLEEPER", str(tmp_path / "sleeper"))
+    return check.main(list(arguments))
+
+
+def test_a_tier_that_hangs_or_ends_its_process_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert played(monkeypatch, tmp_path) == 1
+    lines = capfd.readouterr().out.splitlines()
+    assert [line[3:] for line in lines if line.startswith("== ")] == ["fine", "hangs", "wrong", "dies", "last"]
+    assert "hangs: FAILED: not done after 0 s" in lines
+    assert "dies: FAILED: its process ended with -9" in lines
+    assert lines[-1] == "failed: hangs, wrong, dies"
+    with suppress(psutil.NoSuchProcess):
+        assert not living([psutil.Process(int((tmp_path / "sleeper").read_text()))])
+
+
+def test_tiers_for_which_there_is_no_time_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert played(monkeypatch, tmp_path, "--minutes", "0.005", "hangs", "fine") == 0
+    assert capfd.readouterr().out.splitlines()[-2:] == [
+        "left out, because 0.005 minutes are over: hangs, fine", "all other tiers passed",
+    ]  # fmt: skip
+
+
+def test_a_tier_that_nobody_knows_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["--toy", "speed"]) == 1
+    shown = capfd.readouterr()
+    assert "invalid choice: 'speed'" in shown.err
+    assert "tiers cannot run: its process ended with 2" in shown.out
+
+
+def test_a_contender_that_hangs_is_ended_and_the_others_have_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def contender(name: str, directory: Path, *_: object, **__: object) -> subprocess.Popen[bytes]:
+        (directory / "models").mkdir(exist_ok=True)
+        (directory / "workspace").mkdir(exist_ok=True)
+        figures = {"starts": [0.0, 1.0, 2.0, 3.0], "loss": 5.0, "peak_memory_bytes": None, "device": "cpu"}
+        (directory / "figures-0.json").write_text(json.dumps(figures))
+        return subprocess.Popen(["sleep", "1000" if name == "trl" else "0"])
+
+    monkeypatch.setattr(gpu, "contender", contender)
+    command = ["--size", "tiny", "--runs", "1", "--steps", "3", "--run-seconds", "2", "--contenders", "trl", "ours"]
+    assert gpu.main(command) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "run 1/1: trl ended with [-9]"
+    assert [line.partition(" on ")[0] for line in lines[2:]] == ["ours"]
 
 
 def test_loading_a_packed_base(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

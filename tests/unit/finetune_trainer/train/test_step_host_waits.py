@@ -124,8 +124,8 @@ def waits_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral", "gpt2"])
 def test_a_step_waits_for_the_device_once(waits_of: Callable[..., list[str]], kind: str) -> None:
-    """Of Mixtral: transformers sorts the tokens by experts and multiplies in groups (grouped_mm), which looks at no value in 16
-    bits on a device of compute capability 9.0 and above. Its own loop over the experts would look at each layer's.
+    """Of Mixtral: transformers sorts the tokens by experts and multiplies in groups (grouped_mm), which looks at no value in
+    bfloat16 on a device of compute capability 9 or 10, and reads how many tokens each expert has on others.
     """
     assert waits_of(plan_of_shape(kind, is_fast=True), kind) == ["optimizer_step"]
 
