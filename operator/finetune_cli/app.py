@@ -103,7 +103,7 @@ def validate(
         typer.Option("--fix", help="Print the manifests with the fixes made of all findings that need nobody to weigh them."),
     ] = False,
 ) -> None:
-    """Judge manifests by every rule, and the first records if they are on this machine; without a cluster.
+    """Judge manifests by every rule, and first records if they are on this machine; with --claims the model's files, too.
 
     Exit code: 0 accepted, 1 refused, 2 unusable input.
 

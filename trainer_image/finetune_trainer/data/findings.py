@@ -44,7 +44,7 @@ class SplitSource:
 def unreadable(source: SplitSource, error: OSError) -> Finding:
     """The file is missing, or may not be read."""
     if isinstance(error, NoRecordFilesError):
-        fix = "name a directory with such files, or the file itself if it is JSON Lines of another name"
+        fix = "name a directory with such files, decompressed, or the file itself if it is JSON Lines of another name"
         return _of_source(source, "data-file-missing", str(error.strerror), fix)
     if isinstance(error, FileNotFoundError):
         missing = f"the file does not exist on claim {source.location.claim}"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from finetune_job.api.inputs import DataFormat
@@ -46,14 +46,17 @@ _OF_DATASETS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", 
 """What the datasets library writes beside its records."""
 _CACHE = "cache-"
 """Beginning of the names of .arrow files that it keeps for itself."""
+MOST_NAMED = 4
+"""Files of other kinds in a directory that has no records."""
 KNOWN_EXTENSIONS = (*JSON_LINES, *WHOLE_FILES)
 
 
 class NoRecordFilesError(FileNotFoundError):
     """A directory holds no file of a known kind."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(errno.ENOENT, f"the directory holds no {', '.join(KNOWN_EXTENSIONS)} file", str(path))
+    def __init__(self, path: Path, others: Sequence[str] = ()) -> None:
+        held = f"; it holds {', '.join(sorted(others)[:MOST_NAMED])}" if others else ""
+        super().__init__(errno.ENOENT, f"the directory holds no {', '.join(KNOWN_EXTENSIONS)} file{held}", str(path))
 
 
 def record_files(path: Path) -> list[Path]:
@@ -66,13 +69,15 @@ def record_files(path: Path) -> list[Path]:
         open_regular(path).close()
         return [path]
     files: list[Path] = []
+    others: list[str] = []
     for directory, below, names in os.walk(path, onerror=_raise, followlinks=False):
         below[:] = [name for name in below if not name.startswith(".")]
         files += [Path(directory, name) for name in names if _may_hold_records(name)]
+        others += [name for name in names if not files and not name.startswith(".")][:MOST_NAMED]
     # Beside records of another kind a text is a licence or a description.
     files = [file for file in files if file.suffix.lower() != TEXT_FILE] or files
     if not files:
-        raise NoRecordFilesError(path)
+        raise NoRecordFilesError(path, others)
     return sorted(files, key=lambda file: file.relative_to(path).parts)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import re
 from pathlib import Path
 
 import pytest
 
 from finetune_job.api.inputs import DataFormat
-from finetune_trainer.data.read import RecordProblem, read_file
+from finetune_trainer.data.read import NoRecordFilesError, RecordProblem, read_file, record_files
 
 LINE = b'{"text": "t"}\n'
 KINDS = ".jsonl, .ndjson, .json, .csv, .parquet, .arrow, .txt"
@@ -74,3 +75,10 @@ def test_other_names_are_json_lines(tmp_path: Path, name: str) -> None:
     (record,) = read_file(path, DataFormat.TEXT)
     assert not isinstance(record, RecordProblem)
     assert record.completion == "t"
+
+
+def test_a_directory_without_records_is_told_with_what_it_holds(tmp_path: Path) -> None:
+    for name in ("a.jsonl.gz", "b.tsv", ".hidden"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(NoRecordFilesError, match=re.escape(f"the directory holds no {KINDS} file; it holds a.jsonl.gz, b.tsv")):
+        record_files(tmp_path)
