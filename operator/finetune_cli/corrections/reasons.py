@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import StringConstraints, TypeAdapter, ValidationError
 
 from finetune_cli.corrections.wrong_field import WrongField
 from finetune_job.api.base import DESTINATION_PATTERN, HUB_NAME_PATTERN, SOURCE_PATTERN
@@ -56,8 +59,12 @@ def listed(words: Sequence[str], *, last: str) -> str:
 
 
 def is_form(pattern: str, text: str) -> bool:
-    """Whether a text matches a pattern of the schema."""
-    return re.fullmatch(pattern.strip("^$"), text) is not None
+    """Whether a text matches a pattern of the schema, by what matches it there."""
+    try:
+        TypeAdapter(Annotated[str, StringConstraints(pattern=pattern)]).validate_python(text)
+    except ValidationError:
+        return False
+    return True
 
 
 def _form(wrong: WrongField) -> str:

@@ -121,6 +121,8 @@ def fill_packed(layers: Mapping[str, PackedLayer], found: Sequence[ParameterRang
             shard = piece.parameter_values().view(torch.uint8)
             start = piece.start * piece.holder.dtype.itemsize
             shard.copy_(weight.codes[start : start + len(shard)])
+        # Else it would be there until the one after next is.
+        del weight
 
 
 def packed_by_turns(layers: Mapping[str, PackedLayer], gang: Gang) -> Iterator[tuple[str, PackedWeight]]:
@@ -136,6 +138,7 @@ def packed_by_turns(layers: Mapping[str, PackedLayer], gang: Gang) -> Iterator[t
             weight = own if own is not None and source == gang.rank else PackedWeight(layers[name], gang.device)
             dist.broadcast(weight.bytes, src=source)
             yield name, weight
+            del weight
 
 
 class PackedWeight:
