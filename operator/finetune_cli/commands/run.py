@@ -76,7 +76,7 @@ def run_job(manifest: str, options: Options, console: Console) -> RunEnd:
         if options.fresh:
             start_fresh(place)
         # A run keeps its first plan, also if devices came or went since then.
-        plan = begun_with(place, planned(on_gpu=not on_gpu)) or plan
+        plan = begun_with(place, plan) or begun_with(place, planned(on_gpu=not on_gpu)) or plan
         record = freeze(place, plan)
         directories = claim_directories(claims, options.claims, given)
         link_claims(claims, directories, place.claims)

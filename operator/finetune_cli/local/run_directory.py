@@ -206,8 +206,9 @@ def read_plan(place: RunDirectory) -> RunPlan | None:
 
 
 def begun_with(place: RunDirectory, plan: RunPlan) -> RunPlan | None:
-    """`plan`, if it is the one that a run has begun with."""
-    return plan if read_plan(place) == plan else None
+    """The plan that a run has begun with, if `plan` says the same; a later release may only tell of more choices."""
+    frozen = read_plan(place)
+    return frozen if frozen is not None and frozen.model_copy(update={"choices": plan.choices}) == plan else None
 
 
 def _differences(place: RunDirectory, plan: RunPlan) -> list[str]:

@@ -16,6 +16,7 @@ from finetune_cli.exit_codes import LocalError
 from finetune_cli.local.run_directory import (
     Holder,
     RunRecord,
+    begun_with,
     freeze,
     holder_of,
     locked,
@@ -54,6 +55,18 @@ def test_the_plan_is_frozen_until_fresh(tmp_path):
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if ".finetune" not in path.parts}
     assert left == {"workspace", "workspace/another-job", "out", "out/tuned", "out/tuned/notes"}
     assert freeze(place, other).plan_sha256 != record.plan_sha256
+
+
+def test_a_run_of_a_release_that_told_of_fewer_choices_continues_with_its_own_plan(tmp_path: Path) -> None:
+    place = run_directory_of(tmp_path, PLAN.job)
+    place.root.mkdir(parents=True)
+    before = PLAN.model_copy(update={"choices": PLAN.choices[:-1]})
+    record = freeze(place, before)
+    write_record(place.record, record)
+    assert begun_with(place, PLAN) == before
+    assert freeze(place, before) == record
+    other = PLAN.model_copy(update={"training": PLAN.training.model_copy(update={"max_steps": 99})})
+    assert begun_with(place, other) is None
 
 
 def test_fresh_leaves_a_readme_that_no_merge_has_written(tmp_path):
