@@ -37,7 +37,7 @@ HOOKS: tuple[tuple[str, int, tuple[int | None, ...]], ...] = (
     ("checkpoint.save:write_durably", 8, _FIRST),
     ("checkpoint.save:publish_directory", 4, _FIRST),
     ("checkpoint.save:prune", 4, _FIRST),
-    ("checkpoint.retention:step_of", 12, _FIRST),
+    ("checkpoint.retention:checkpoint_step", 12, _FIRST),
     ("train.run:held_out_loss", 3, _EVERY_RANK),
     ("checkpoint.checkpoints:load", 1, _EVERY_RANK),
     ("checkpoint.load:verify_file", 2, _EVERY_RANK),

@@ -165,7 +165,7 @@ def open_within(path: Path, root: Path) -> BufferedReader:
 
 
 def inside(path: Path, root: Path) -> PurePosixPath:
-    """Where `path` leads to, relative to `root`, all links of both followed. Raises OutsideError where it is not below."""
+    """Where `path` leads to, relative to `root`, all links of both followed. Raises OutsideError if it is not below."""
     real, real_root = os.path.realpath(path), os.path.realpath(root)
     found = PurePosixPath(real)
     if not found.is_relative_to(real_root):
@@ -195,7 +195,7 @@ def link_root(directory: Path, claim: Path | None = None) -> Path:
 
 
 def links_outside(directory: Path, root: Path) -> Iterator[OutsideError]:
-    """The directory itself and those of its links that lead out of `root`. Raises OSError where it cannot be listed.
+    """The directory itself and those of its links that lead out of `root`. Raises OSError if it cannot be listed.
 
     For libraries, which open every file by its path and follow every link. Looks where they do: at the directory's entries and at
     those of its directory of templates.

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from finetune_job.layout import checkpoint_name
+from finetune_job.layout import checkpoint_name, checkpoint_step
 from finetune_trainer.checkpoint.evidence import Evidence, recorded_progress
 from finetune_trainer.checkpoint.load import load, newest_valid, unusable_checkpoints, verified_manifest
-from finetune_trainer.checkpoint.manifest import Manifest, Origin, RunState, step_of
+from finetune_trainer.checkpoint.manifest import Manifest, Origin, RunState
 from finetune_trainer.checkpoint.save import PendingSave, Snapshot, begin_save, commit_save
 from finetune_trainer.checkpoint.state import ParameterRange, share
 from finetune_trainer.context import RunContext
@@ -98,7 +98,7 @@ class Checkpoints:
             )
         evidence = self._recorded_progress()
         # If checkpoints are another run's, so are the records, as far as these know no later step.
-        others = max((step_of(name) or 0 for name in unusable.foreign), default=0)
+        others = max((checkpoint_step(name) or 0 for name in unusable.foreign), default=0)
         if evidence is not None and evidence.step > others:
             raise CheckpointError(
                 f"{self._root}: {evidence.file.name} says that the checkpoint of step {evidence.step} was complete, and no "

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune_job.failures import FailureClass, Outcome
-from finetune_job.layout import WorkspaceLayout
+from finetune_job.layout import WorkspaceLayout, checkpoint_step
 from finetune_job.names import Role
-from finetune_trainer.checkpoint.manifest import LATEST, step_of
+from finetune_trainer.checkpoint.manifest import LATEST
 from finetune_trainer.files import open_regular
 from finetune_trainer.json_lines import last_lines
 from finetune_trainer.ranks.reports import read_rank_reports
@@ -63,7 +63,7 @@ def _reported(workspace: WorkspaceLayout) -> Iterator[Evidence]:
 def _latest(path: Path) -> int:
     try:
         with open_regular(path) as file:
-            return step_of(file.read(_NAME_BYTES).decode(errors="replace").strip()) or 0
+            return checkpoint_step(file.read(_NAME_BYTES).decode(errors="replace").strip()) or 0
     except FileNotFoundError:
         return 0
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Literal
 
@@ -23,13 +22,6 @@ from finetune_trainer.files import file_sha256, read_own
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
-_STEP = re.compile(r"step-(\d{10})")
-
-
-def step_of(name: str) -> int | None:
-    """The step in a directory's name, None for any other name."""
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def rank_file(rank: int) -> str:

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from finetune_trainer.checkpoint.manifest import Manifest, Origin, read_manifest, step_of
+from finetune_job.layout import checkpoint_step
+from finetune_trainer.checkpoint.manifest import Manifest, Origin, read_manifest
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.files import TEMPORARY_MARK, remove_tree
 
@@ -19,7 +20,7 @@ def checkpoint_directories(root: Path) -> list[Path]:
     """Directories that bear a checkpoint's name, newest step first."""
     if not root.is_dir():
         return []
-    named = [(step, path) for path in root.iterdir() if (step := step_of(path.name)) is not None]
+    named = [(step, path) for path in root.iterdir() if (step := checkpoint_step(path.name)) is not None]
     return [path for _, path in sorted(named, reverse=True)]
 
 
@@ -39,7 +40,7 @@ def outdated(found: Mapping[int, Manifest | None], keep: int) -> list[int]:
 
 def prune(root: Path, keep: int, origin: Origin) -> None:
     """Remove outdated checkpoints. A directory first gets a temporary name, so that half of it is never taken for one."""
-    directories = {step: path for path in checkpoint_directories(root) if (step := step_of(path.name)) is not None}
+    directories = {step: path for path in checkpoint_directories(root) if (step := checkpoint_step(path.name)) is not None}
     for step in outdated({step: _manifest(path, origin) for step, path in directories.items()}, keep):
         doomed = directories[step].with_name(f"{directories[step].name}{TEMPORARY_MARK}removed")
         remove_tree(doomed)

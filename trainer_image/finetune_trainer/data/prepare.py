@@ -135,7 +135,7 @@ def prepare(
     tokenizer: of `model_directory`. Without it (it did not load, or there is nowhere to write) the records are only checked.
     num_workers: None for as many as there are CPUs, and none for little data; 0 for this process alone, or one
     that it forks where a chat template is at work, which may have to be ended. It changes no byte.
-    Raises OSError where the workspace fails, WorkerError where a process died, DataError where a file changed meanwhile.
+    Raises OSError if the workspace fails, WorkerError if a process died, DataError if a file changed meanwhile.
     """
     sources = list_sources(plan, claims_root)
     chats = tokenizer is not None and plan.format is DataFormat.CHAT

@@ -106,7 +106,7 @@ def in_workers(
 ) -> Generator[tuple[PartTask, PartResult]]:
     """Tasks are taken as workers become free and at most AHEAD * num_workers before the oldest that is not done.
 
-    Raises what a worker met (OSError where it could not write), WorkerError where one died.
+    Raises what a worker met (OSError if it could not write), WorkerError if one died.
     """
     with tempfile.TemporaryFile() as output:
         workers, loader = _start(num_workers, model_directory, allow_remote_code, output.fileno())

@@ -141,7 +141,7 @@ def check_saved(context: RunContext) -> None:
 
 
 def merge(role: MergeRole, context: RunContext) -> dict[str, str]:
-    """The merge role on the trained model. Raises what it raises, and RehearsalError where it made nothing."""
+    """The merge role on the trained model. Raises what it raises, and RehearsalError if it made nothing."""
     _log_plainly()
     facts = role(context).facts
     if context.plan.merge.enabled and not context.output.merged.is_dir():
@@ -152,7 +152,7 @@ def merge(role: MergeRole, context: RunContext) -> dict[str, str]:
 
 
 def meet(rank: int, world_size: int, store: str) -> None:
-    """Join the other ranks and leave again. Raises what gloo does where processes of this machine cannot reach each other."""
+    """Join the other ranks and leave again. Raises what gloo does if processes of this machine cannot reach each other."""
     with joined(rank, world_size, rank, store, MEETING_SECONDS) as gang:
         gang.barrier()
 

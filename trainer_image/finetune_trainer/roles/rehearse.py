@@ -135,7 +135,7 @@ class ModelProcess:
         return child
 
     def check(self) -> Checked:
-        """As `check_model`. Raises ModelCheckError where the process fails."""
+        """As `check_model`. Raises ModelCheckError if the process fails."""
         self._tell(CHECK)
         found = wait_for_line(self._child, time.monotonic() + WALL_SECONDS)
         directory = self._context.base_model

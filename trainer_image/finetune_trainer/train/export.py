@@ -217,7 +217,7 @@ def write_tensor_by_tensor(
     """Configuration and weights of `model`, which is on the meta device; stored buffers from `base`.
 
     `trained`, `fixed`: the parameters. `dtype`: element type of the trained ones in the files; the others keep theirs in `base`.
-    Raises InvariantError where a tensor is missing, has another shape or is not finite, CheckpointError, and OSError as the file
+    Raises InvariantError if a tensor is missing, has another shape or is not finite, CheckpointError, and OSError as the file
     system does.
     """
     parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

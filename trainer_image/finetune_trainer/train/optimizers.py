@@ -25,7 +25,7 @@ _SCALE, _DECOUPLED = "learning_rate_scale", "decoupled_weight_decay_rate"
 def build_optimizer(pieces: list[ParameterRange], plan: RunPlan) -> torch.optim.Optimizer:
     """An optimizer that already has its (zero) state. Call after sharding, with all pieces of this rank.
 
-    Raises ConfigError where FSDP 1 has put parameters into one that are to be treated differently.
+    Raises ConfigError if FSDP 1 has put parameters into one that are to be treated differently.
     """
     training = plan.training
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}

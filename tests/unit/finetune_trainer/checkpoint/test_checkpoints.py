@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from finetune_job.failures import EXIT_CODES, FailureClass
-from finetune_job.layout import checkpoint_name
+from finetune_job.layout import checkpoint_name, checkpoint_step
 from finetune_trainer.checkpoint import checkpoints as module
 from finetune_trainer.checkpoint import save as save_module
 from finetune_trainer.checkpoint.checkpoints import Checkpoints
 from finetune_trainer.checkpoint.load import full_parameters
-from finetune_trainer.checkpoint.manifest import LATEST, RunState, rank_file, step_of
+from finetune_trainer.checkpoint.manifest import LATEST, RunState, rank_file
 from finetune_trainer.checkpoint.retention import checkpoint_directories
 from finetune_trainer.checkpoint.save import write_rank_file
 from finetune_trainer.checkpoint.state import create_state, pieces
@@ -47,7 +47,7 @@ class OneRank:
 
     @property
     def steps(self) -> list[int | None]:
-        return [step_of(path.name) for path in checkpoint_directories(self.context.workspace.checkpoints)]
+        return [checkpoint_step(path.name) for path in checkpoint_directories(self.context.workspace.checkpoints)]
 
     @property
     def leftovers(self) -> list[Path]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune_job.layout import checkpoint_name
-from finetune_trainer.checkpoint.manifest import MANIFEST, step_of
+from finetune_job.layout import checkpoint_name, checkpoint_step
+from finetune_trainer.checkpoint.manifest import MANIFEST
 from finetune_trainer.checkpoint.retention import checkpoint_directories, outdated, remove_leftovers
 from finetune_trainer.files import TEMPORARY_MARK
 from tests.unit.finetune_trainer.checkpoint.saved_models import manifest_of, write
@@ -17,10 +17,10 @@ from tests.unit.finetune_trainer.checkpoint.saved_models import manifest_of, wri
 def test_old_checkpoints_go_but_never_below_two_valid(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         write(tmp_path, step, keep=2)
-    assert [step_of(path.name) for path in checkpoint_directories(tmp_path)] == [4, 3]
+    assert [checkpoint_step(path.name) for path in checkpoint_directories(tmp_path)] == [4, 3]
     (tmp_path / checkpoint_name(4) / MANIFEST).write_text("{}")
     write(tmp_path, 5, keep=2)
-    assert [step_of(path.name) for path in checkpoint_directories(tmp_path)] == [5, 4, 3]
+    assert [checkpoint_step(path.name) for path in checkpoint_directories(tmp_path)] == [5, 4, 3]
     assert (tmp_path / "latest").read_text() == f"{checkpoint_name(5)}\n"
 
 
@@ -28,9 +28,9 @@ def test_the_best_checkpoint_stays_while_a_kept_one_names_it(tmp_path: Path) -> 
     for step, best in ((1, None), (2, 2), (3, 2), (4, 2), (5, 5)):
         write(tmp_path, step, best_step=best)
     # A run that has to resume from 4, because 5 was damaged, may still export 2.
-    assert [step_of(path.name) for path in checkpoint_directories(tmp_path)] == [5, 4, 2]
+    assert [checkpoint_step(path.name) for path in checkpoint_directories(tmp_path)] == [5, 4, 2]
     write(tmp_path, 6, best_step=5)
-    assert [step_of(path.name) for path in checkpoint_directories(tmp_path)] == [6, 5]
+    assert [checkpoint_step(path.name) for path in checkpoint_directories(tmp_path)] == [6, 5]
 
 
 def test_links_and_files_with_the_names_of_checkpoints_are_removed_and_not_followed(tmp_path: Path) -> None:

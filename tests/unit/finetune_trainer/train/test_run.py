@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from finetune_job.failures import EXIT_CODES, FailureClass, TerminationReport
+from finetune_job.layout import checkpoint_step
 from finetune_job.plan.run_plan import RECOMPUTATION_FIELD, Choice, RunPlan
 from finetune_job.progress import Progress
 from finetune_trainer.checkpoint.load import full_parameters
-from finetune_trainer.checkpoint.manifest import RunState, read_manifest, step_of
+from finetune_trainer.checkpoint.manifest import RunState, read_manifest
 from finetune_trainer.checkpoint.retention import checkpoint_directories
 from finetune_trainer.context import RunContext
 from finetune_trainer.json_lines import read_lines
@@ -143,7 +144,7 @@ def test_the_history_names_the_newest_checkpoint_that_was_complete(undisturbed: 
     saved = [step for step in known.values() if step is not None]
     assert saved == sorted(saved)
     assert all(step is None or step < line for line, step in known.items())
-    complete = {step_of(path.name) for path in checkpoint_directories(undisturbed.workspace.checkpoints)}
+    complete = {checkpoint_step(path.name) for path in checkpoint_directories(undisturbed.workspace.checkpoints)}
     assert set(saved) & complete
 
 
@@ -214,7 +215,7 @@ def test_a_run_ends_at_the_step_that_it_is_told_with_its_state_and_no_result(tmp
     context = run_context(tmp_path, tiny_spec(parallelism={"processesPerNode": 1}))
     told = replace(context, until_step=3)
     assert run_gang(told) == [0]
-    assert [step_of(path.name) for path in checkpoint_directories(context.workspace.checkpoints)] == [3, 2]
+    assert [checkpoint_step(path.name) for path in checkpoint_directories(context.workspace.checkpoints)] == [3, 2]
     assert not context.workspace.adapter.exists()
     assert report_of(context).facts["step"] == "3"
     (started,) = [line for line in read_lines(context.workspace.accounts.read_text()) if line["kind"] == "started"]
@@ -246,7 +247,7 @@ def test_a_run_begins_with_the_parameters_of_another_and_never_returns_to_them(u
     assert found.keys() == first.keys()
     assert all(torch.equal(found[name], first[name]) for name in first)
     assert any(values.any() for name, values in found.items() if "lora_B" in name), "B begins as zeros otherwise"
-    assert step_of(saved.name) == 1
+    assert checkpoint_step(saved.name) == 1
     shutil.rmtree(place)
     assert run_gang(context, []) == [0, 0]
 
