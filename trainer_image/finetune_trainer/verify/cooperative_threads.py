@@ -2,6 +2,9 @@
 
 Each is a function in a thread of its own that says through `enter` what it needs next. Only one thread runs at a time, and gives
 way only in `enter`, so that nothing a function does has to be safe among threads. Knows nothing of models.
+
+A plain loop over units would have to know how each architecture hands on what a layer gives: only the library's forward pass
+does, and nothing but a thread lets one be stopped in the middle while another one runs.
 """
 
 from __future__ import annotations
