@@ -111,10 +111,12 @@ def test_predicting_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def test_spot_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(spot, "RESULTS", Path("/nowhere"))
+    # It would be that of all tests to come in this process.
+    monkeypatch.setattr(spot, "configure_logs", lambda _level: None)
     assert run(monkeypatch, spot, "--runs", "1", "--node-hours", "1") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "1 node hours of work on 8 spot nodes, 1 traces" in lines[0]
-    assert [line.split("  ")[1] for line in lines[1:4]] == ["fixed size", "elastic", "elastic, adaptive saves"]
+    (first,) = [number for number, line in enumerate(lines) if "1 node hours of work on 8 spot nodes, 1 traces" in line]
+    assert [line.split("  ")[1] for line in lines[first + 1 : first + 4]] == ["fixed size", "elastic", "elastic, adaptive saves"]
 
 
 def test_preparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

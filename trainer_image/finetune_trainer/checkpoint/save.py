@@ -37,7 +37,7 @@ from finetune_trainer.checkpoint.state import PARAMETER, ParameterRange, agreed_
 from finetune_trainer.errors import NO_SPACE, REFUSED_WRITES, DiskFullSaveError, SaveError
 from finetune_trainer.files import TEMPORARY_MARK, publish_directory, remove_tree, write_durably
 from finetune_trainer.ranks.gang import EntryName, Gang
-from finetune_trainer.weights.rounding import TORCH_DTYPES
+from finetune_trainer.weights.rounding import TORCH_DTYPES, dtype_name
 
 log = logging.getLogger(__name__)
 _CLAIM = "the claim that holds the workspace"
@@ -208,7 +208,7 @@ def take_snapshot(found: list[ParameterRange], optimizer: torch.optim.Optimizer,
             RangeEntry(
                 name=piece.name,
                 shape=list(piece.shape),
-                dtype=str(piece.holder.dtype).removeprefix("torch."),
+                dtype=dtype_name(piece.holder.dtype),
                 start=piece.start,
                 stop=piece.stop,
             )

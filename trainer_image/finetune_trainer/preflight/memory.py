@@ -20,7 +20,6 @@ from finetune_memory.this_machine import gpu_mebibytes
 from finetune_memory.verdict import judge_memory, limit_of, memory_finding, predictor
 from finetune_trainer.data.prepare import SplitFacts
 from finetune_trainer.inspection.report import ModelStructure
-from finetune_trainer.weights.rounding import dtype_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,6 +58,7 @@ def shape_of(model: nn.Module, base: PreTrainedModel, units: Collection[str], lo
     from finetune_trainer.model.invariants import SAVED_WHOLE
     from finetune_trainer.model.load_shards import keeps_some_in_float32
     from finetune_trainer.objective.head import returns_output_of_head
+    from finetune_trainer.weights.rounding import dtype_name
 
     try:
         facts = facts_of(

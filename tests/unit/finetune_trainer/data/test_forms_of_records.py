@@ -274,7 +274,7 @@ def test_rated_answers_are_refused_as_preferences_are(tmp_path):
     (finding,) = found_in(root, spec_of("a.jsonl", {}))
     assert (finding.rule, finding.value, finding.changes) == ("data-preference-pairs", "true", ())
     assert "key 'label' says whether the answer is desired" in finding.message
-    assert finding.message.endswith("it would learn undesired answers, too (and the same on 1 more lines)")
+    assert finding.message.endswith("it would learn undesired answers, too (and the same on 1 more line)")
     assert finding.fix == (
         "train on them with a tool for preferences, such as TRL's KTOTrainer; to imitate the desired answers, keep these records "
         "alone and remove the key; to imitate undesired ones, too, set spec.data.mapping.completion: completion"
