@@ -64,6 +64,8 @@ POLICY_MESSAGES: dict[str, str] = {
     "method-setting-invalid": r"fails in build",
     "method-settings-conflict": r"fails in build",
     "quantization-bits": r"has no such form",
+    # Trains, but by a mask, or without attention at all: what the manifest asks for is not used.
+    "attention-not-supported": r"by the bounds of documents: transformers has no fused attention",
 }
 """Findings that are refusals on principle where their message says so; a regular expression."""
 
