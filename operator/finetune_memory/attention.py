@@ -12,6 +12,7 @@ from finetune_memory.model_shape import ArchitectureFacts
 
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
 """Values of a query that flash attention takes."""
+NOT_FUSED = "transformers has no fused attention for this architecture"
 UNKNOWN = "the memory planner does not know this model"
 
 
@@ -21,7 +22,7 @@ def varlen_problem(plan: RunPlan, facts: ArchitectureFacts, stored: str) -> str:
     `stored`: element type of the base model's files.
     """
     if not facts.has_fused_attention:
-        return "transformers has no fused attention for this architecture"
+        return NOT_FUSED
     if facts.score_softcap:
         return "the model caps its attention scores"
     if facts.attention_dropout:

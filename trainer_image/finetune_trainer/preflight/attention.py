@@ -15,7 +15,7 @@ from finetune_job.api.inputs import Attention
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import ATTENTION_FIELD
-from finetune_memory.attention import UNKNOWN, varlen_problem
+from finetune_memory.attention import NOT_FUSED, UNKNOWN, varlen_problem
 from finetune_memory.model_shape import UnknownModelError, facts_of
 from finetune_trainer.model import packed_documents, variable_length
 from finetune_trainer.model.load import stored_dtype
@@ -45,8 +45,10 @@ def check_variable_length(seen: ModelInspection) -> Iterator[Finding]:
 
 def _problem(seen: ModelInspection) -> str:
     base = seen.base
+    if not getattr(base, "_supports_sdpa", False):
+        return NOT_FUSED
     try:
-        facts = facts_of(base.config.to_dict(), has_fused_attention=bool(getattr(base, "_supports_sdpa", False)))
+        facts = facts_of(base.config.to_dict(), has_fused_attention=True)
     except UnknownModelError:
         return UNKNOWN
     stored = dtype_name(stored_dtype(seen.directory))

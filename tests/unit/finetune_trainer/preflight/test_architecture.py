@@ -109,7 +109,9 @@ def test_attention_that_the_architecture_lacks_is_refused(tmp_path: Path) -> Non
     assert errors(plan({"type": "LoRA", "lora": Q}), directory) == {}
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("gemma2", "no fused attention"), ("gpt2", "at random"), ("llama", "")])
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("gemma2", "no fused attention"), ("mamba", "no fused attention"), ("gpt2", "at random"), ("llama", "")]
+)
 def test_attention_by_bounds_that_the_architecture_cannot_have_is_refused(tmp_path: Path, kind: str, reason: str) -> None:
     directory = declared(tmp_path / "model", kind)
     _, findings = check_model(plan({"type": "LoRA"}, model={"attention": "varlen"}), directory)
