@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from finetune_job.layout import checkpoint_name, checkpoint_step
+from finetune_job.layout import checkpoint_name
 from finetune_trainer.checkpoint.evidence import Evidence, recorded_progress
-from finetune_trainer.checkpoint.load import load, newest_valid, unusable_checkpoints, verified_manifest
+from finetune_trainer.checkpoint.load import load, newest_foreign_step, newest_valid, unusable_checkpoints, verified_manifest
 from finetune_trainer.checkpoint.manifest import Manifest, Origin, RunState
 from finetune_trainer.checkpoint.save import PendingSave, Snapshot, begin_save, commit_save
 from finetune_trainer.checkpoint.state import ParameterRange, share
@@ -71,37 +71,49 @@ class Checkpoints:
             self._check_never_completed()
             return None
         directory, manifest = self._newest
-        evidence = self._recorded_progress()
-        if evidence is not None and evidence.step > manifest.step and self._gang.is_first:
-            log.warning(
-                "%s says that the checkpoint of step %d was complete, and it is not there or damaged: the steps after %d are "
-                "trained again",
-                evidence.file.name,
-                evidence.step,
-                manifest.step,
-            )
+        self._tell_lost_steps(manifest.step)
         load(directory, manifest, self._pieces, self._optimizer)
         self._best_step = manifest.best_step
         return manifest
 
-    def _recorded_progress(self) -> Evidence | None:
-        """The same on all ranks."""
-        return self._gang.from_first(recorded_progress(self._workspace) if self._gang.is_first else None, Evidence | None)
+    def _tell_lost_steps(self, step: int) -> None:
+        """If later steps than the one of the checkpoint that is resumed from were saved once. Never a reason not to resume."""
+        if not self._gang.is_first:
+            return
+        try:
+            evidence = self._lost_progress(step)
+        except OSError as error:
+            log.warning("it is not known whether later steps than %d were saved: %s", step, error)
+            return
+        if evidence is not None:
+            log.warning(
+                "%s says that the checkpoint of step %d was complete, and it is not there or damaged: the steps after %d are "
+                "trained again",
+                evidence.path.name,
+                evidence.step,
+                step,
+            )
+
+    def _lost_progress(self, step: int) -> Evidence | None:
+        """What says that a later step than this one was saved. Raises OSError."""
+        evidence = recorded_progress(self._workspace)
+        # If checkpoints are another run's, so are the records, as far as these know no later step.
+        is_lost = evidence is not None and evidence.step > max(step, newest_foreign_step(self._root, self._origin))
+        return evidence if is_lost else None
 
     def _check_never_completed(self) -> None:
         unusable = unusable_checkpoints(self._root, self._gang, self._origin)
-        if unusable.own:
+        if unusable:
             raise CheckpointError(
-                f"{self._root}: none of this run's checkpoints can be used: {', '.join(unusable.own)}; the newest: "
-                f"{next(iter(unusable.own.values()))}",
+                f"{self._root}: none of this run's checkpoints can be used: {', '.join(unusable)}; the newest: "
+                f"{next(iter(unusable.values()))}",
                 _HINT,
             )
-        evidence = self._recorded_progress()
-        # If checkpoints are another run's, so are the records, as far as these know no later step.
-        others = max((checkpoint_step(name) or 0 for name in unusable.foreign), default=0)
-        if evidence is not None and evidence.step > others:
+        # The same on all ranks.
+        evidence = self._gang.from_first(self._lost_progress(0) if self._gang.is_first else None, Evidence | None)
+        if evidence is not None:
             raise CheckpointError(
-                f"{self._root}: {evidence.file.name} says that the checkpoint of step {evidence.step} was complete, and no "
+                f"{self._root}: {evidence.path.name} says that the checkpoint of step {evidence.step} was complete, and no "
                 "checkpoint is there",
                 _HINT,
             )

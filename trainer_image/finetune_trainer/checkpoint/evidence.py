@@ -31,8 +31,8 @@ class Evidence:
     """A checkpoint was complete once."""
 
     step: int
-    file: Path
-    """That says so, or the directory of an attempt's reports."""
+    path: Path
+    """Of the file that says so, or the directory of an attempt's reports."""
 
 
 def recorded_progress(workspace: WorkspaceLayout) -> Evidence | None:

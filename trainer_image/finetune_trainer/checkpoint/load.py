@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
+from finetune_job.layout import checkpoint_step
 from finetune_trainer.checkpoint.manifest import Manifest, Origin, RangeEntry, read_manifest, tensor_key, verify_file
 from finetune_trainer.checkpoint.retention import checkpoint_directories, remove_leftovers
 from finetune_trainer.checkpoint.start import START_FIELD, START_HINT, start_problem
@@ -18,16 +18,6 @@ from finetune_trainer.errors import CheckpointError, ForeignCheckpointError
 from finetune_trainer.ranks.gang import EntryName, Gang
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class UnusableCheckpoints:
-    """Names of checkpoints that cannot be used."""
-
-    own: dict[str, str]
-    """Damaged, without a manifest, or of other data than is prepared, and what is wrong."""
-    foreign: list[str]
-    """Of a run that learns something else."""
 
 
 def newest_valid(root: Path, gang: Gang, origin: Origin) -> tuple[Path, Manifest] | None:
@@ -64,25 +54,36 @@ def verified_manifest(directory: Path, gang: Gang, origin: Origin | None) -> tup
     return (None if problems else manifest), problems
 
 
-def unusable_checkpoints(root: Path, gang: Gang, origin: Origin) -> UnusableCheckpoints:
-    """Whose the checkpoints are of which none could be used, newest first; the same on all ranks.
+def unusable_checkpoints(root: Path, gang: Gang, origin: Origin) -> dict[str, str]:
+    """This run's checkpoints, of which none could be used, newest first, and what is wrong with each; the same on all ranks.
 
     A checkpoint gets its name last, so what bears one was complete once. It is another run's only if its manifest says so: what
     has no manifest, or one that cannot be read, may be all that is left of this run's progress.
     """
-    own: dict[str, str] = {}
-    foreign: list[str] = []
+    found: dict[str, str] = {}
     if gang.is_first:
         for directory in checkpoint_directories(root):
-            try:
-                read_manifest(directory, origin)
-            except ForeignCheckpointError:
-                foreign.append(directory.name)
-            except (CheckpointError, OSError) as error:
-                own[directory.name] = str(error)
-            else:
-                own[directory.name] = f"{directory}: a file is not what was written"
-    return UnusableCheckpoints(*gang.from_first((own, foreign), tuple[dict[str, str], list[str]]))
+            problem = _manifest_problem(directory, origin)
+            if not isinstance(problem, ForeignCheckpointError):
+                found[directory.name] = str(problem or f"{directory}: a file is not what was written")
+    return gang.from_first(found, dict[str, str])
+
+
+def newest_foreign_step(root: Path, origin: Origin) -> int:
+    """Step of the newest checkpoint of a run that learns something else; 0 if there is none. Not for all ranks together."""
+    for directory in checkpoint_directories(root):
+        if isinstance(_manifest_problem(directory, origin), ForeignCheckpointError):
+            return checkpoint_step(directory.name) or 0
+    return 0
+
+
+def _manifest_problem(directory: Path, origin: Origin) -> CheckpointError | OSError | None:
+    """Why the manifest of a checkpoint is not one of this run; None if it is."""
+    try:
+        read_manifest(directory, origin)
+    except (CheckpointError, OSError) as error:
+        return error
+    return None
 
 
 def load(directory: Path, manifest: Manifest, found: list[ParameterRange], optimizer: torch.optim.Optimizer) -> None:

@@ -253,4 +253,6 @@ def _message_with_type(cause: TerminationReport) -> str:
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    return {path.name: file_sha256(path) for path in directory.iterdir()} if directory.is_dir() else {}
+    """By name within the directory."""
+    files = sorted(path for path in directory.rglob("*") if not path.is_dir())
+    return {str(path.relative_to(directory)): file_sha256(path) for path in files}

@@ -170,3 +170,22 @@ def test_the_one_before_is_used_and_said_if_only_the_newest_is_missing(
 def test_a_whole_resume_says_nothing_of_lost_steps(claims: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert checkpoints(claims).resume() is not None
     assert caplog.messages == []
+
+
+def test_records_that_cannot_be_read_are_no_reason_not_to_resume(claims: Path, caplog: pytest.LogCaptureFixture) -> None:
+    latest = workspace_of(claims).checkpoints / LATEST
+    latest.unlink()
+    latest.mkdir()
+    manifest = checkpoints(claims).resume()
+    assert manifest is not None
+    assert manifest.step == STEPS[1]
+    (said,) = caplog.messages
+    assert said.startswith("it is not known whether later steps than 22 were saved: ")
+
+
+def test_a_later_checkpoint_of_another_run_is_no_lost_step(claims: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints(claims, seed=4).save(33, RunState())
+    manifest = checkpoints(claims).resume()
+    assert manifest is not None
+    assert manifest.step == STEPS[1]
+    assert [message for message in caplog.messages if "trained again" in message] == []
