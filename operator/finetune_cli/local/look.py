@@ -23,7 +23,7 @@ FIRST_RECORDS = 1000
 """Of each source that are shown and counted unless another number is given."""
 FIRST_JUDGED = 100
 """Of each source that a command looks at before it does its own work."""
-NOT_OF_PREFLIGHT = frozenset({"adapter-base-unnamed", "adapter-base-guessed"})
+NOT_OF_PREFLIGHT = frozenset({"adapter-base-unnamed"})
 """Findings that no later stage tells."""
 SECONDS = 120
 """A chat template of a user's may take any time."""

@@ -14,6 +14,9 @@ from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 _FIELD = "spec.model.hubName"
 _NAME = "_name_or_path"
 """Key under which transformers writes from where it had loaded the model that it saves."""
+GUESSED = "adapter-base-guessed"
+_OF_A_RUN = re.compile(r"(outputs?|results|runs|saves|checkpoints|models|data|tmp)/.*|.*/checkpoint[-_]?\d+", re.IGNORECASE)
+"""Relative paths that programs for training write to. On the Hub, anyone may take such a name."""
 
 
 def base_name(planned: str, directory: Path) -> str:
@@ -39,7 +42,7 @@ def adapter_base_problem(planned: str, directory: Path) -> Finding | None:
             fix=f"set {_FIELD} to the name of the base on the Hub, <org>/<name>, if it has one",
         )
     return make_finding(
-        "adapter-base-guessed",
+        GUESSED,
         field=_FIELD,
         value="unset",
         message=f"the adapter will name {name} as its base, because {CONFIG_FILE} says that the model was loaded from there; if "
@@ -51,7 +54,8 @@ def adapter_base_problem(planned: str, directory: Path) -> Finding | None:
 
 
 def _is_hub_name(name: str) -> bool:
-    return re.match(HUB_NAME_PATTERN, name) is not None
+    # Not re.match, for which a line break may follow.
+    return re.fullmatch(HUB_NAME_PATTERN, name) is not None
 
 
 def _name_in_config(directory: Path) -> str | None:
@@ -59,4 +63,4 @@ def _name_in_config(directory: Path) -> str | None:
         name = read_json(directory / CONFIG_FILE).get(_NAME)
     except (MergeError, OSError, UnicodeDecodeError):
         return None
-    return name if isinstance(name, str) and _is_hub_name(name) else None
+    return name if isinstance(name, str) and _is_hub_name(name) and not _OF_A_RUN.fullmatch(name) else None

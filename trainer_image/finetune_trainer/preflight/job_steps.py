@@ -19,6 +19,7 @@ from finetune_trainer.checkpoint.start import START_FIELD, START_HINT, start_dir
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.tokenizer import load_checked_tokenizer
 from finetune_trainer.errors import CheckpointError
+from finetune_trainer.inspection.base_name import GUESSED, adapter_base_problem
 from finetune_trainer.inspection.model_files import inspect_model_files
 from finetune_trainer.observe.trackers import unknown_trackers
 from finetune_trainer.preflight.checks import JobInspection
@@ -57,6 +58,15 @@ def check_files(seen: JobInspection) -> Iterable[Finding]:
     claim = seen.context.claims_root / location.claim
     seen.files = inspect_model_files(seen.context.base_model, f"pvc://{location.claim}/{location.path}", claim)
     return seen.files.findings
+
+
+def check_base_name(seen: JobInspection) -> Iterable[Finding]:
+    """Whether the adapter will name a base of which nobody knows that it is this one. If it names none, loading it fails and
+    says so; that is told on the machine of its author alone.
+    """
+    model = seen.plan.model
+    found = adapter_base_problem(model.name, seen.context.base_model) if seen.plan.method.trains_adapter else None
+    return () if found is None or found.rule != GUESSED else (found,)
 
 
 def check_tokenizer(seen: JobInspection) -> Iterable[Finding]:

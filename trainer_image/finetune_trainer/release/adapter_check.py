@@ -61,11 +61,14 @@ def check_adapter(directory: Path, plan: RunPlan, base_model: Path) -> ServingRe
         raise CheckpointError(
             f"{directory / ADAPTER_FILE}: PEFT would not find {strange[:3]}: names begin with {PEFT_PREFIX}", _HINT
         )
-    base = {"base_model_name_or_path": base_name(plan.model.name, base_model), "revision": plan.model.revision}
-    for name, expected in base.items():
-        if settings.get(name) != expected:
+    # Releases that did not ask config.json have written the plan's name.
+    names = dict.fromkeys((base_name(plan.model.name, base_model), plan.model.name))
+    for key, allowed in {"base_model_name_or_path": [*names], "revision": [plan.model.revision]}.items():
+        if settings.get(key) not in allowed:
             raise CheckpointError(
-                f"{directory / ADAPTER_CONFIG_FILE}: {name} is {settings.get(name)!r}, the plan has {expected!r}", _HINT
+                f"{directory / ADAPTER_CONFIG_FILE}: {key} is {settings.get(key)!r}, by plan and base it is "
+                f"{' or '.join(map(repr, allowed))}",
+                _HINT,
             )
     return serving_report(settings, {tensor.name: tensor.shape for tensor in header})
 

@@ -44,6 +44,7 @@ from finetune_trainer.preflight.checks import (
 from finetune_trainer.preflight.expressions import check_expressions
 from finetune_trainer.preflight.fit import check_fit
 from finetune_trainer.preflight.job_steps import (
+    check_base_name,
     check_data,
     check_files,
     check_memory,
@@ -136,6 +137,7 @@ CHECKS: tuple[CheckStep[PreflightInspection], ...] = (
     CheckStep(check_storage),
     CheckStep(check_trackers),
     CheckStep(check_files),
+    CheckStep(check_base_name, (files_can_be_opened,)),
     CheckStep(check_tokenizer, (files_can_be_opened,)),
     CheckStep(check_expressions),
     CheckStep(check_structure, (files_are_whole, expressions_compile)),

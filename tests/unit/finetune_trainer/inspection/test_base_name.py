@@ -36,7 +36,13 @@ def test_the_name_that_only_config_json_gives_is_told(tmp_path: Path) -> None:
     assert adapter_base_problem("maker/elder", directory) is None
 
 
-@pytest.mark.parametrize("written", ["/srv/models/llama", "./llama", "llama", "a/b/c", "pvc://models/base", "", None, 7])
+@pytest.mark.parametrize(
+    "written", [
+        "/srv/models/llama", "./llama", "llama", "a/b/c", "pvc://models/base", "", None, 7, "maker/base\n",
+        # Where programs for training write: on the Hub, anyone may take these names.
+        "output/last", "Outputs/llama", "models/base", "runs/7", "llama/checkpoint-500", "llama/checkpoint_5", "saves/lora",
+    ],
+)  # fmt: skip
 def test_a_base_without_a_name_is_told(tmp_path: Path, written: Any) -> None:
     directory = base(tmp_path, {"_name_or_path": written})
     assert base_name(SOURCE, directory) == SOURCE

@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -87,6 +88,14 @@ def test_a_job_that_goes_right_passes(model: Path, tmp_path: Path) -> None:
     assert "training: steps: 6 -> 3" in report.changes
     assert "parallelism.fsdp.reshardAfterForward: false undisturbed, true when resumed; the same bytes" in report.changes
     assert 0 < report.peak_memory_bytes < 3 << 30
+
+
+def test_results_may_hold_directories(model: Path, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(model, tmp_path / "base"))
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates/tool_use.jinja").write_text("{{ messages }}")
+    report = rehearsed(plan_of(tiny_spec()), base, tmp_path / "root")
+    assert report.verdict is Verdict.PASSED, report.model_dump_json(indent=1)
 
 
 @pytest.mark.parametrize(

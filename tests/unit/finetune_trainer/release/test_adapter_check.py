@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,19 @@ def test_an_adapter_that_is_not_what_was_trained_is_refused(base, tmp_path, dama
     with pytest.raises((CheckpointError, MergeError)) as caught:
         check_adapter(tmp_path, plan, base)
     assert "adapter_" in str(caught.value)
+
+
+def test_an_adapter_of_a_release_that_did_not_ask_config_json_is_right(base, tmp_path):
+    """It was trained before the operator was upgraded, and is merged afterwards."""
+    plan = written(base, tmp_path / "adapter", LORA["LoRA"])
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"name": "pvc://models/base"})})
+    named = Path(shutil.copytree(base, tmp_path / "base"))
+    (named / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | {"_name_or_path": "a/b"}))
+    config = tmp_path / "adapter/adapter_config.json"
+    settings = json.loads(config.read_text())
+    for name in ("pvc://models/base", "a/b"):
+        config.write_text(json.dumps(settings | {"base_model_name_or_path": name}))
+        assert check_adapter(tmp_path / "adapter", plan, named).is_served
+    config.write_text(json.dumps(settings | {"base_model_name_or_path": "c/d"}))
+    with pytest.raises(CheckpointError, match="is 'c/d', by plan and base it is 'a/b' or 'pvc://models/base'"):
+        check_adapter(tmp_path / "adapter", plan, named)

@@ -20,6 +20,7 @@ def test_findings_are_shown_from_the_storage_to_the_rehearsal() -> None:
         "check_storage",
         "check_trackers",
         "check_files",
+        "check_base_name",
         "check_tokenizer",
         "check_expressions",
         "check_structure",

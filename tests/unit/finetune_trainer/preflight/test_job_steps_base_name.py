@@ -1,0 +1,29 @@
+"""What preflight says of the name by which the adapter will call its base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_trainer.preflight.checks import JobInspection
+from finetune_trainer.preflight.job_steps import check_base_name
+
+
+@pytest.mark.parametrize(
+    ("written", "changes", "told"),
+    [
+        ("maker/elder", {}, ["adapter-base-guessed"]),
+        ("maker/elder", {"model.hubName": "maker/base"}, []),
+        ("maker/elder", {"method": {"type": "Full"}}, []),
+        # Loading the adapter fails then, and says so.
+        ("/srv/base", {}, []),
+    ],
+    ids=["guessed", "named", "no adapter", "unnamed"],
+)
+def test_a_guessed_name_is_told(context: Any, model: Path, written: str, changes: dict[str, Any], told: list[str]) -> None:
+    config = model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"_name_or_path": written}))
+    assert [finding.rule for finding in check_base_name(JobInspection(context(changes)))] == told
