@@ -32,7 +32,7 @@ END_SECONDS = 10.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: 0 if every tier passed that there was time for."""
+    """The exit code: 0 if every tier passed that there was time for, and there was for one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tiers", nargs="*", help="all, unless some are named", metavar="TIER")
     parser.add_argument("--toy", action="store_true", help="on the CPU at toy size, also if there is a GPU")
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def check(names: Sequence[str], options: Sequence[str], environment: dict[str, str], seconds: float) -> int:
     """Run the tiers, all if none is named, each within its own limit and all within `seconds`."""
-    began, failed = time.monotonic(), []
+    began, num_run, failed = time.monotonic(), 0, []
     left: list[str] | None = None
     while left is None or left:
         worker = Worker([*options, *(names if left is None else left)], environment)
@@ -61,7 +61,7 @@ def check(names: Sequence[str], options: Sequence[str], environment: dict[str, s
                 found = worker.report(limit)
                 if found.get("is_late") and limit < limits[left[0]]:
                     break
-                name = left.pop(0)
+                name, num_run = left.pop(0), num_run + 1
                 if found["problem"]:
                     failed.append(name)
                 if "tier" not in found:
@@ -73,8 +73,8 @@ def check(names: Sequence[str], options: Sequence[str], environment: dict[str, s
             worker.end(patience=0.0 if left else END_SECONDS)
     if left:
         print(f"left out, because {seconds / 60:g} minutes are over: {', '.join(left)}")
-    print(f"failed: {', '.join(failed)}" if failed else f"all {'other ' if left else ''}tiers passed")
-    return int(bool(failed))
+    print(f"failed: {', '.join(failed)}" if failed else f"{num_run - len(failed)} of {num_run + len(left)} tiers passed")
+    return int(bool(failed) or not num_run)
 
 
 class Worker:
@@ -83,7 +83,8 @@ class Worker:
     def __init__(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
         self._reports, writer = Pipe(duplex=False)
         command = [*WORKER, str(writer.fileno()), *arguments]
-        self._process = subprocess.Popen(command, env=environment, pass_fds=[writer.fileno()])
+        # A session of its own: what it has started is known by that, also after it has ended.
+        self._process = subprocess.Popen(command, env=environment, pass_fds=[writer.fileno()], start_new_session=True)
         self._ends = os.pidfd_open(self._process.pid)
         writer.close()
 
@@ -102,14 +103,21 @@ class Worker:
         """With all that it has started, if it does not end by itself within so many seconds."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=patience)
+        found: set[psutil.Process] = set()
         with suppress(psutil.NoSuchProcess):
             main = psutil.Process(self._process.pid)
-            for process in [main, *main.children(recursive=True)]:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+            found = {main, *main.children(recursive=True)}
+        for process in {*found, *filter(self._is_of_session, psutil.process_iter())}:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self._process.wait()
         os.close(self._ends)
         self._reports.close()
+
+    def _is_of_session(self, process: psutil.Process) -> bool:
+        with suppress(ProcessLookupError, PermissionError):
+            return os.getsid(process.pid) == self._process.pid
+        return False
 
 
 def reporter(descriptor: int) -> Connection:

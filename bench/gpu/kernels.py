@@ -24,10 +24,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": SIZES,
     "mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "mistral": SIZES | {"sliding_window": 6},
-    # Its scores are capped, which no kernel does: it takes transformers' own attention with a mask.
     "gemma2": SIZES | {"sliding_window": 6, "query_pre_attn_scalar": 16},
     "gpt2": {"vocab_size": 264, "n_embd": 64, "n_layer": 2, "n_head": 4, "attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0},
 }
+REFUSED = frozenset({"gemma2"})
+"""Its scores are capped, which no kernel does: it takes transformers' own attention with a mask."""
 FLOAT32_BOUND, BOUND_OF_MASK = 1e-6, 1.5
 """Largest relative distance on the CPU; and on a device in 16 bits, in distances of the same step with a mask."""
 SLACK_16_BITS = 1e-3

@@ -17,7 +17,7 @@ import triton
 from bench.gpu import __main__ as speed
 from bench.gpu.calibration import calibration_rows
 from bench.gpu.faults import Hungry, Silent, TracedAlone, WithoutCompiler
-from bench.gpu.kernels import kernel_rows
+from bench.gpu.kernels import REFUSED, kernel_rows
 from bench.gpu.scale import Rows, Scale, Tier
 from bench.gpu.waits import wait_rows
 from bench.memory import __main__ as memory
@@ -73,8 +73,10 @@ def losses_of(context: RunContext) -> list[float]:
 def kernels(scale: Scale, rows: Rows) -> str:
     """Attention by bounds and by a mask on the device, next to float32 with a mask on the CPU."""
     rows += kernel_rows(scale.device)
-    wrong = [str(row["model"]) for row in rows if not row["is_within_bound"]]
-    return f"further from float32 on the CPU than they may be: {', '.join(wrong)}" if wrong else ""
+    far = [str(row["model"]) for row in rows if not row["is_within_bound"]]
+    otherwise = [str(row["model"]) for row in rows if ("refused" in row) != (row["model"] in REFUSED)]
+    wrong = [f"further from float32 on the CPU than they may be: {', '.join(far)}"] if far else []
+    return "; ".join([*wrong, *([f"refused or taken against expectation: {', '.join(otherwise)}"] if otherwise else [])])
 
 
 def waits(scale: Scale, rows: Rows) -> str:

@@ -34,10 +34,10 @@ _WITHOUT_FP8 = re.compile(r"\b(A100|A800|A40|A30|A10G|A10|RTX A6000|RTX 3090|MI3
 
 _DEVICES: tuple[tuple[re.Pattern[str], float, float, float, int], ...] = (
     # NVIDIA data sheets give some figures with structured sparsity only; those are halved. Cards without NVLink send over PCIe.
-    (re.compile(r"\bGB200\b"), 2.5e15, 8e12, 900e9, 185),
-    (re.compile(r"\bB200\b"), 2.25e15, 7.7e12, 900e9, 179),
-    (re.compile(r"\bH200 NVL\b"), 835e12, 4.8e12, 64e9, 140),
-    (re.compile(r"\bH200\b"), 989e12, 4.8e12, 450e9, 140),
+    (re.compile(r"\bGB200\b"), 2.5e15, 8e12, 900e9, 184),
+    (re.compile(r"\bB200\b"), 2.25e15, 7.7e12, 900e9, 178),
+    (re.compile(r"\bH200 NVL\b"), 835e12, 4.8e12, 64e9, 139),
+    (re.compile(r"\bH200\b"), 989e12, 4.8e12, 450e9, 139),
     (re.compile(r"\bH100 PCIe\b"), 756e12, 2.0e12, 64e9, 79),
     (re.compile(r"\bH100 NVL\b"), 835e12, 3.9e12, 64e9, 93),
     (re.compile(r"\bH800\b"), 989e12, 3.35e12, 200e9, 79),
@@ -52,7 +52,7 @@ _DEVICES: tuple[tuple[re.Pattern[str], float, float, float, int], ...] = (
     (re.compile(r"\bA40\b"), 149.7e12, 696e9, 32e9, 44),
     (re.compile(r"\bA30\b"), 165e12, 933e9, 32e9, 23),
     (re.compile(r"\bA10G\b"), 70e12, 600e9, 32e9, 22),
-    (re.compile(r"\bA10\b"), 125e12, 600e9, 32e9, 22),
+    (re.compile(r"\bA10\b"), 125e12, 600e9, 32e9, 21),
     (re.compile(r"\bL40S\b"), 362e12, 864e9, 32e9, 44),
     (re.compile(r"\bL40\b"), 181e12, 864e9, 32e9, 44),
     (re.compile(r"\bL4\b"), 121e12, 300e9, 32e9, 22),
@@ -65,7 +65,8 @@ _DEVICES: tuple[tuple[re.Pattern[str], float, float, float, int], ...] = (
     (re.compile(r"\bMI325X\b"), 1307.4e12, 6.0e12, 448e9, 255),
 )
 """Words in a device's name -> operations, bytes of its memory and bytes of its link per second, and GiB of its memory; the first
-that fits. The memory is what programs can have by its driver, in whole GiB; of a name that several sizes bear, the smallest."""
+that fits. The memory is what programs can have, in whole GiB, rounded down: about half a GiB less than the driver
+shows as the total; of a name that several sizes bear, the smallest."""
 
 
 @dataclass(frozen=True)

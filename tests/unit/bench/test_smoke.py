@@ -21,7 +21,8 @@ import pytest
 
 from bench.chain import __main__ as chain
 from bench.gpu import __main__ as gpu
-from bench.gpu import check
+from bench.gpu import check, tiers
+from bench.gpu.scale import Scale, Tier
 from bench.memory import __main__ as memory
 from bench.memory import packed_load
 from bench.merge import __main__ as merge
@@ -188,6 +189,7 @@ def test_what_a_gpu_would_show(
     assert check.main(["--toy", *options]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert [line.removeprefix("== ") for line in lines if line.startswith("== ")] == list(TIERS)
+    assert lines[-1] == f"{len(TIERS)} of {len(TIERS)} tiers passed"
     for tier in TIERS:
         assert [line for line in lines if line.startswith(f"{tier}: passed")]
         assert [line for line in lines if line.startswith(f"{tier}: not shown, because there is no GPU: ")]
@@ -207,7 +209,6 @@ def test_a_tier_that_fails_says_so_and_keeps_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from bench.gpu import worker
-    from bench.gpu.scale import Tier
 
     def breaks(_: object, rows: list[dict[str, object]]) -> str:
         rows.append({"loss": 1.5})
@@ -241,6 +242,7 @@ for name in names:
         open(os.environ["SLEEPER"], "w").write(str(child.pid))
         child.wait()
     if name == "dies":
+        open(os.environ["LEFT"], "w").write(str(subprocess.Popen(["sleep", "1000"]).pid))
         os.kill(os.getpid(), 9)
     say({"tier": name, "problem": "other bytes" if name == "wrong" else ""})
 """
@@ -250,6 +252,7 @@ for name in names:
 def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> int:
     monkeypatch.setattr(check, "WORKER", (sys.executable, "-c", PLAYED))
     monkeypatch.setenv("SLEEPER", str(tmp_path / "sleeper"))
+    monkeypatch.setenv("LEFT", str(tmp_path / "left"))
     return check.main(list(arguments))
 
 
@@ -262,17 +265,31 @@ def test_a_tier_that_hangs_or_ends_its_process_stops_no_other(
     assert "hangs: FAILED: not done after 0 s" in lines
     assert "dies: FAILED: its process ended with -9" in lines
     assert lines[-1] == "failed: hangs, wrong, dies"
-    with suppress(psutil.NoSuchProcess):
-        assert not living([psutil.Process(int((tmp_path / "sleeper").read_text()))])
+    for started in ("sleeper", "left"):
+        with suppress(psutil.NoSuchProcess):
+            assert not living([psutil.Process(int((tmp_path / started).read_text()))]), started
 
 
 def test_tiers_for_which_there_is_no_time_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert played(monkeypatch, tmp_path, "--minutes", "0.005", "hangs", "fine") == 0
+    # None was run: that proves nothing.
+    assert played(monkeypatch, tmp_path, "--minutes", "0.005", "hangs", "fine") == 1
     assert capfd.readouterr().out.splitlines()[-2:] == [
-        "left out, because 0.005 minutes are over: hangs, fine", "all other tiers passed",
+        "left out, because 0.005 minutes are over: hangs, fine", "0 of 2 tiers passed",
     ]  # fmt: skip
+
+
+def test_models_that_a_kernel_refuses_are_the_expected_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"model": "llama", "is_within_bound": True, "refused": "no kernel here"},
+        {"model": "qwen3", "is_within_bound": True},
+        {"model": "gemma2", "is_within_bound": False},
+    ]
+    monkeypatch.setattr(tiers, "kernel_rows", lambda _device: rows)
+    assert tiers.kernels(Scale.of_this_machine(is_quick=True), []) == (
+        "further from float32 on the CPU than they may be: gemma2; refused or taken against expectation: llama, gemma2"
+    )
 
 
 def test_a_tier_that_nobody_knows_is_refused(capfd: pytest.CaptureFixture[str]) -> None:

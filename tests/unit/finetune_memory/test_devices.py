@@ -46,20 +46,23 @@ def test_peaks_are_found_by_whole_words(name: str, flops: float | None, memory: 
     [
         ("H100", 79),
         ("NVIDIA H100 NVL", 93),
-        ("NVIDIA H200", 140),
+        ("NVIDIA H200", 139),
         ("A100", 39),
         ("NVIDIA A100-SXM4-80GB", 79),
         ("NVIDIA A100 80GB PCIe", 79),
         ("NVIDIA-A100-SXM4-40GB", 39),
+        ("NVIDIA A10", 21),
         ("NVIDIA L4", 22),
         ("NVIDIA L40S", 44),
         ("NVIDIA GeForce RTX 4090", 23),
-        ("NVIDIA B200", 179),
+        ("NVIDIA B200", 178),
         ("AMD Instinct MI300X", 191),
     ],
 )
 def test_the_memory_is_what_programs_can_have_of_it(name: str, gib: int) -> None:
-    """A little less than the data sheet says; the smallest, if several sizes bear the name."""
+    """As torch says when it runs out: 139.80 GiB of an H200 (bench/results/gpu/out-of-memory.json), 79.25 of an A100 of 80 GB,
+    44.40 of an L40, 22.03 of an L4, 21.99 of an A10. The smallest, if several sizes bear the name.
+    """
     found = device_of(name)
     assert found is not None
     assert found.capacity == gib * 1024**3
