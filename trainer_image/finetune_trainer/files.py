@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 MANIFEST_FILE = "manifest.json"
 """Of a directory of results: its other files with their sizes and SHA-256, and what it was made by. Written last."""
 HASHING_THREADS = max(1, min(2, (os.cpu_count() or 1) - 1))
-"""A file each. One processor is for the thread that has them hashed."""
+"""That read files again, one each. One processor is for the thread that has them hashed."""
 HASHED_AT_ONCE = 16 << 20
 """Bytes of a file that a thread holds."""
 TEMPORARY_MARK = ".tmp-"
@@ -46,6 +46,8 @@ TOKENIZER_PATTERNS = (
 )
 """Files of a model that decide how text becomes tokens."""
 CODE_SUFFIX = ".py"
+OTHER_LAYOUT = "consolidated"
+"""Beginning of the name of weights that some repositories hold a second time, in the layout of their author's own software."""
 _COPY_BYTES = 1 << 20
 MOST_OWN_BYTES = 1 << 30
 """Of a manifest, a journal or a report. The longest are histories: some 300 bytes for each step of training."""

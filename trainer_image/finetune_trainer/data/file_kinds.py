@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from finetune_trainer.data.records import RecordPosition, RecordProblem
 from finetune_trainer.files import open_regular
 
-_PACKED: Mapping[str, tuple[bytes, str]] = {
-    ".gz": (b"\x1f\x8b", "gunzip"),
-    ".zst": (b"\x28\xb5\x2f\xfd", "unzstd"),
-    ".bz2": (b"BZh", "bunzip2"),
-    ".xz": (b"\xfd7zXZ\x00", "unxz"),
-    ".zip": (b"PK\x03\x04", "unzip"),
+_PACKED: Mapping[str, tuple[re.Pattern[bytes], str]] = {
+    ".gz": (re.compile(rb"\x1f\x8b"), "gunzip"),
+    ".zst": (re.compile(rb"\x28\xb5\x2f\xfd"), "unzstd"),
+    ".bz2": (re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"), "bunzip2"),
+    ".xz": (re.compile(rb"\xfd7zXZ\x00"), "unxz"),
+    ".zip": (re.compile(rb"PK\x03\x04"), "unzip"),
 }
-"""How such a file begins, and what decompresses it."""
+"""How such a file begins, and what decompresses it. Three letters alone may be words."""
+_MARK_BYTES = 10
+"""Of the longest."""
 _TO_CSV = "save it as CSV with commas, with the names of the columns in the first line, in a file named .csv"
 _TO_TEXT = "copy plain text into a file named .txt and set spec.data.format: Text, or write JSON Lines (.jsonl)"
 _OTHER: Mapping[str, str] = {
@@ -32,8 +35,8 @@ def kind_problem(path: Path, kinds: Sequence[str]) -> RecordProblem | None:
     if suffix in _OTHER:
         return place.problem("", path.name, f"{suffix} files are not read: records are in {', '.join(kinds)}", _OTHER[suffix])
     with open_regular(path) as file:
-        begin = file.read(max(len(mark) for mark, _ in _PACKED.values()))
+        begin = file.read(_MARK_BYTES)
     for end, (mark, program) in _PACKED.items():
-        if suffix == end or (suffix != ".parquet" and begin.startswith(mark)):
+        if suffix == end or (suffix != ".parquet" and mark.match(begin)):
             return place.problem("", path.name, "the file is compressed", f"decompress it: {program} {path.name}")
     return None

@@ -11,6 +11,7 @@ from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_trainer.data.read import NoRecordFilesError, RecordProblem
 from finetune_trainer.data.records import WEIGHT_UNIT
+from finetune_trainer.data.suggestions import ROLES_PATH
 from finetune_trainer.files import SpecialFileError
 
 TRAIN, VALIDATION = "train", "validation"
@@ -114,11 +115,16 @@ def wrong_records(source: SplitSource, problems: Iterable[tuple[RecordProblem, i
         _of_records(
             source,
             "data-preference-pairs" if problem.are_preferences else "data-record-invalid",
-            _as_others_are(problem) if problem.changes and num_right >= count else problem,
+            problem if num_right < count or _leaves_others(problem) else _as_others_are(problem),
             count,
         )
         for problem, count in problems
     ]
+
+
+def _leaves_others(problem: RecordProblem) -> bool:
+    """Whether its change of the manifest, if there is one, means nothing for the records that are right."""
+    return all(path.startswith(ROLES_PATH) for path in problem.changes)
 
 
 def _as_others_are(problem: RecordProblem) -> RecordProblem:

@@ -18,6 +18,8 @@ from finetune_trainer.data.records import ASSISTANT, KEYS, PREFERENCES, ROLES, S
 LONGEST_NAME = 128
 """Characters of a name in `data.mapping`."""
 _FORMAT, _MAPPING, _LOSS_ON = "spec.data.format", "spec.data.mapping", "spec.data.lossOn"
+ROLES_PATH = f"{_MAPPING}.roles."
+"""Before a role of the records. Roles that templates know need none, so that other records stay as they are."""
 _PAIRS = "PromptCompletion"
 _ALPACA = ("instruction", "output")
 _SHARE_GPT_TURN = ("from", "value")
@@ -84,7 +86,7 @@ def suggest_roles(roles: Sequence[str]) -> Suggestion | None:
         return None
     names = {role: _ROLES[role.strip().lower()] for role in unknown if role.strip().lower() in _ROLES}
     if ASSISTANT in names.values() and len(names) == len(unknown):
-        return _set({f"{_MAPPING}.roles.{role}": name for role, name in names.items()})
+        return _set({f"{ROLES_PATH}{role}": name for role, name in names.items()})
     shown = json.dumps({role: names.get(role, ASSISTANT) for role in unknown[-1:]})
     return Suggestion(f"name the role of the answers in {_MAPPING}.roles, as in {shown}")
 
@@ -117,7 +119,8 @@ def rated_answers() -> Suggestion:
     """For prompts with an answer and a label. No change by a program, as above."""
     return Suggestion(
         "train on them with a tool for preferences, such as TRL's KTOTrainer; to imitate the desired answers, keep these records "
-        f"alone and remove the key; to imitate undesired ones, too, {_set({f'{_MAPPING}.completion': 'completion'}).fix}"
+        "alone and remove the key; to imitate undesired ones, too, remove the key from all records, or, for a line break between "
+        f"prompt and completion, {_set({f'{_MAPPING}.completion': 'completion'}).fix}"
     )
 
 

@@ -12,13 +12,11 @@ from typing import Protocol
 from finetune_job.failures import FailureClass
 from finetune_trainer.data.read import KNOWN_EXTENSIONS
 from finetune_trainer.errors import TrainerError
-from finetune_trainer.files import CODE_SUFFIX, LICENCE_NAMES, TEMPLATES
+from finetune_trainer.files import CODE_SUFFIX, LICENCE_NAMES, OTHER_LAYOUT, TEMPLATES
 from finetune_trainer.network.retry import TransientError
 
 MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".txt", ".model", ".tiktoken", ".jinja", ".md"})
 """Weights, settings, tokenizers, chat templates, the model card. Weights in formats that can carry code are never taken."""
-OTHER_LAYOUT = "consolidated"
-"""Beginning of the name of weights that some repositories hold a second time, in the layout of their author's own software."""
 _MAX_NAME_BYTES = 255
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 

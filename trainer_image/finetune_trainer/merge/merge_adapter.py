@@ -84,7 +84,7 @@ def merge_adapter(options: MergeOptions, progress: ProgressCallback | None = Non
     plan = plan_merge(options.base, options.adapters, options.dtype, options.max_shard_bytes, options.quantization)
     others = unnamed_files(read_checkpoint(options.base))
     if others:
-        log.warning("%s: %s is named by no index, so that nothing in it is in the merged model", options.base, ", ".join(others))
+        log.warning("%s: not in the merged model, because they are no part of the base: %s", options.base, ", ".join(others))
     digests = inputs.digests()
     # Another device may give other bits.
     digest = plan_digest(plan, digests if options.device == "cpu" else {**digests, "device": options.device})

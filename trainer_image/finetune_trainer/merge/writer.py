@@ -22,6 +22,7 @@ from typing import Any
 
 from finetune_trainer.files import (
     CODE_SUFFIX,
+    HASHING_THREADS,
     MANIFEST_FILE,
     TEMPORARY_MARK,
     copy_within,
@@ -42,8 +43,6 @@ GENERATION_FILES = ("generation_config.json",)
 _LARGE_JSON = (TOKENIZER_FILE, "vocab.json")
 """Read by the tokenizer's library, which takes no NaN."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-HASHING_THREADS = 2
-"""That read again what an earlier merge has finished, a shard each."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 from finetune_job.module_names import is_router
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.wrap_plan import layer_classes
+from finetune_trainer.weights.rounding import dtype_name
 
 FP8_FIELD = "spec.training.fp8"
 KIND = torch.float8_e4m3fn
@@ -102,7 +103,7 @@ def install_fp8(model: nn.Module, classes: Collection[str] | None, device: torch
 def model_problem(layers: Mapping[str, nn.Linear], computed: torch.dtype) -> str:
     """Why these layers of a model cannot compute so; empty: they can."""
     if computed is not torch.bfloat16:
-        return f"products are {str(computed).removeprefix('torch.')}, and those of FP8 are bfloat16"
+        return f"products are {dtype_name(computed)}, and those of FP8 are bfloat16"
     return "" if layers else f"no frozen linear layer within transformer layers has sides that are multiples of {ALIGNED}"
 
 

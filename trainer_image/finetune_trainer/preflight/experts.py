@@ -23,6 +23,7 @@ from finetune_job.module_names import is_router
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan
 from finetune_trainer.preflight.adapted_modules import adapted_modules, adapter_settings, is_packed, name_in_base
 from finetune_trainer.preflight.module_names import STACKED_DIMENSIONS
+from finetune_trainer.weights.rounding import dtype_name
 
 _UNPACKED = {MethodType.QLORA: MethodType.LORA.value, MethodType.QDORA: MethodType.DORA.value}
 
@@ -47,7 +48,7 @@ def experts_not_packed(model: PeftModel, method: MethodPlan) -> Iterator[Finding
         field="spec.method.type",
         value=method.type.value,
         message=f"only {share:.1%} of the base are packed to {bits} bits: linear layers are, and the experts are {len(stacked)} "
-        f"stacked parameters, first {first}; their {left / total:.1%} stay in {str(parameter.dtype).removeprefix('torch.')}",
+        f"stacked parameters, first {first}; their {left / total:.1%} stay in {dtype_name(parameter.dtype)}",
         fix="count on 16 bits for the experts, as the memory estimate does; "
         f"set spec.method.type: {_UNPACKED[method.type]} if so little is packed",
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune_trainer.files import SpecialFileError, open_regular
+from finetune_trainer.files import OTHER_LAYOUT, SpecialFileError, open_regular
 from finetune_trainer.weights.errors import BrokenCheckpointError, MergeError
 
 DTYPE_BYTES: Mapping[str, int] = {
@@ -212,8 +212,8 @@ def _require_all_shards(directory: Path, files: Collection[str]) -> None:
 
 
 def unnamed_files(checkpoint: Checkpoint) -> list[str]:
-    """Further safetensors files beside a model: its index leaves them out, or they are another layout of it."""
-    others = (path.name for path in checkpoint.directory.glob("*.safetensors"))
+    """Further safetensors files beside a model, which are no part of it. Not those that hold it a second time."""
+    others = (path.name for path in checkpoint.directory.glob("*.safetensors") if not path.name.startswith(OTHER_LAYOUT))
     return sorted(name for name in others if name not in checkpoint.file_bytes and name != ADAPTER_FILE)
 
 

@@ -52,6 +52,7 @@ def test_a_kind_of_another_program_is_named_with_those_that_are_read(tmp_path: P
         ("a.jsonl.gz", gzip.compress(LINE, mtime=0), "decompress it: gunzip a.jsonl.gz"),
         ("a.jsonl", gzip.compress(LINE, mtime=0), "decompress it: gunzip a.jsonl"),
         ("a.csv", bz2.compress(LINE), "decompress it: bunzip2 a.csv"),
+        ("a.txt", bz2.compress(b""), "decompress it: bunzip2 a.txt"),
         ("a.json.xz", lzma.compress(LINE), "decompress it: unxz a.json.xz"),
         ("a.jsonl.zst", b"\x28\xb5\x2f\xfd rest", "decompress it: unzstd a.jsonl.zst"),
         ("a.zip", b"PK\x03\x04 rest", "decompress it: unzip a.zip"),
@@ -83,3 +84,9 @@ def test_a_directory_without_records_is_told_with_what_it_holds(tmp_path: Path) 
         (tmp_path / name).write_text("")
     with pytest.raises(NoRecordFilesError, match=re.escape(f"the directory holds no {KINDS} file; it holds a.jsonl.gz, b.tsv")):
         record_files(tmp_path)
+
+
+def test_words_that_begin_as_a_compressed_file_are_words(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("BZhang wrote this.")
+    assert [record.completion for record in read_file(path, DataFormat.TEXT)] == ["BZhang wrote this."]

@@ -277,7 +277,8 @@ def test_rated_answers_are_refused_as_preferences_are(tmp_path):
     assert finding.message.endswith("it would learn undesired answers, too (and the same on 1 more line)")
     assert finding.fix == (
         "train on them with a tool for preferences, such as TRL's KTOTrainer; to imitate the desired answers, keep these records "
-        "alone and remove the key; to imitate undesired ones, too, set spec.data.mapping.completion: completion"
+        "alone and remove the key; to imitate undesired ones, too, remove the key from all records, or, for a line break between "
+        "prompt and completion, set spec.data.mapping.completion: completion"
     )
 
 
@@ -285,6 +286,16 @@ def test_rated_answers_are_refused_as_preferences_are(tmp_path):
 def test_a_label_of_another_kind_is_a_key_like_others(tmp_path, label):
     root = claim(tmp_path, "a.jsonl", [{"prompt": "q", "completion": "a", "label": label}])
     assert learnt(root, spec_of("a.jsonl", {})) == [f"q[a{END}]"]
+
+
+def test_roles_are_named_although_other_records_have_those_that_templates_know(tmp_path):
+    other = [{"role": "human", "content": "q"}, {"role": "bot", "content": "a"}]
+    root = claim(tmp_path, "a.jsonl", [{"messages": TURNS}, {"messages": other}])
+    (finding,) = found_in(root, spec_of("a.jsonl", CHATS))
+    assert finding.fix == "set spec.data.mapping.roles.human: user and spec.data.mapping.roles.bot: assistant"
+    mapping = {"roles": {change.field.removeprefix("spec.data.mapping.roles."): change.value for change in finding.changes}}
+    assert mapping == {"roles": {"human": "user", "bot": "assistant"}}
+    assert len(learnt(root, spec_of("a.jsonl", {**CHATS, "mapping": mapping}))) == 2
 
 
 def test_roles_that_may_mean_anything_are_not_mapped_by_a_program(tmp_path):

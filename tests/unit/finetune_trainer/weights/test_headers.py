@@ -86,7 +86,7 @@ def test_a_numbered_file_that_is_left_out_is_missed_beside_others_without_number
 def test_files_that_no_index_names_are_told(tmp_path: Path) -> None:
     for name in ("model", "vision", "adapter_model", "consolidated"):
         save_file({"weight": torch.zeros(4)}, tmp_path / f"{name}.safetensors")
-    assert unnamed_files(read_checkpoint(tmp_path)) == ["consolidated.safetensors", "vision.safetensors"]
+    assert unnamed_files(read_checkpoint(tmp_path)) == ["vision.safetensors"]
 
 
 def test_files_that_are_not_numbered_are_all_that_there_is(tmp_path: Path) -> None:
