@@ -63,12 +63,12 @@ def check_adapter(directory: Path, plan: RunPlan, base_model: Path) -> ServingRe
         )
     # Releases that did not ask config.json have written the plan's name.
     names = dict.fromkeys((base_name(plan.model.name, base_model), plan.model.name))
-    for key, allowed in {"base_model_name_or_path": [*names], "revision": [plan.model.revision]}.items():
+    expected: dict[str, list[str | None]] = {"base_model_name_or_path": [*names], "revision": [plan.model.revision]}
+    for key, allowed in expected.items():
         if settings.get(key) not in allowed:
+            named = " or ".join(repr(value) for value in allowed)
             raise CheckpointError(
-                f"{directory / ADAPTER_CONFIG_FILE}: {key} is {settings.get(key)!r}, by plan and base it is "
-                f"{' or '.join(map(repr, allowed))}",
-                _HINT,
+                f"{directory / ADAPTER_CONFIG_FILE}: {key} is {settings.get(key)!r}, by plan and base it is {named}", _HINT
             )
     return serving_report(settings, {tensor.name: tensor.shape for tensor in header})
 
