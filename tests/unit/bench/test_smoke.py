@@ -340,15 +340,19 @@ def test_looking_at_a_declared_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_validating(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(validate, "NUM_MANIFESTS", 3)
-    monkeypatch.setattr(validate, "LIMIT_ONE_MS", 60_000.0)
+    monkeypatch.setattr(validate, "VOCABULARY", 1000)
+    for limit in ("LIMIT_ONE_MS", "LIMIT_CHATS_MS"):
+        monkeypatch.setattr(validate, limit, 60_000.0)
     monkeypatch.setattr("sys.argv", ["validate", "--runs", "1"])
     assert validate.main() == 0
     shown = capsys.readouterr().out
     assert shown.count("finetune validate, ") == 3
+    assert shown.count("finetune data, 1,000 chats") == 1
 
 
 def test_a_benchmark_above_its_limit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate, "NUM_MANIFESTS", 1)
+    monkeypatch.setattr(validate, "VOCABULARY", 1000)
     monkeypatch.setattr(validate, "measured", lambda command: (1.0, 301.0 if "validate" in command else 1.0))
     monkeypatch.setattr("sys.argv", ["validate", "--runs", "1"])
     assert validate.main() == 1
