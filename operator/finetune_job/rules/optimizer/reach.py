@@ -146,6 +146,7 @@ def steps_too_large(context: RuleContext) -> Problem | None:
         _RATE: spec.training.learning_rate,
         _ALPHA: lora.lora_alpha if lora else None,
         _PATTERN: lora.alpha_pattern if lora else None,
+        _RANKS: lora.rank_pattern if lora else None,
         _RATIO: lora.lora_plus_ratio if lora else None,
         _SETTINGS_ALPHA: (spec.method.settings or {}).get("alpha"),
     }
@@ -153,13 +154,14 @@ def steps_too_large(context: RuleContext) -> Problem | None:
         _RATE: plan.model_copy(update={"training": plan.training.model_copy(update={"learning_rate": _USUAL_RATE})}),
         _ALPHA: _with_lora(plan, lora_alpha=2 * plan.method.lora.r if plan.method.lora else 0),
         _PATTERN: _with_lora(plan, alpha_pattern={}),
+        _RANKS: _with_lora(plan, rank_pattern={}),
         _RATIO: _with_lora(plan, lora_plus_ratio=None),
-        _SETTINGS_ALPHA: plan.model_copy(update={"method": plan.method.model_copy(update={"adapter": None})}),
+        _SETTINGS_ALPHA: _without_alpha(plan),
     }
     full = plan.method.type is MethodType.FULL
     # The one setting that is at fault by itself, or else all that are written.
     alone = next((field for field, other in usual.items() if written[field] is not None and _step(other) < _LARGEST_STEP), None)
-    removed = [alone] if alone else [field for field, value in written.items() if value is not None]
+    removed = [alone] if alone else [field for field, value in written.items() if value is not None] or [_RATE]
     return Problem(
         field=_SETTINGS if removed[0] == _SETTINGS_ALPHA else removed[0],
         value=written[removed[0]],
@@ -206,6 +208,15 @@ def _with_lora(plan: RunPlan, **changes: object) -> RunPlan:
     if lora is None:
         return plan
     return plan.model_copy(update={"method": plan.method.model_copy(update={"lora": lora.model_copy(update=changes)})})
+
+
+def _without_alpha(plan: RunPlan) -> RunPlan:
+    adapter = plan.method.adapter
+    if adapter is None:
+        return plan
+    settings = {name: value for name, value in adapter.settings.items() if name != "alpha"}
+    method = plan.method.model_copy(update={"adapter": adapter.model_copy(update={"settings": settings})})
+    return plan.model_copy(update={"method": method})
 
 
 @rule(
