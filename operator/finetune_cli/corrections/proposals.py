@@ -95,10 +95,44 @@ def _text(wrong: WrongField) -> Iterator[Proposal]:
     elif isinstance(wrong.value, list) and len(wrong.value) == 1 and isinstance(wrong.value[0], str):
         yield Proposal(f"write {yaml_text(wrong.value[0])}, not a list", wrong.place, wrong.value[0], is_certain=True)
     elif _names_several_sources(wrong):
-        sources = [{"source": each} for each in wrong.value]
-        place = (*wrong.place[:-1], "datasets")
-        fix = f"write {path_text(place)}: [{', '.join(_nested(each) for each in sources)}]"
-        yield Proposal(fix, wrong.place, None, is_certain=True, more=((place, sources),), message="is a list, not one address")
+        yield _data_sets(wrong)
+
+
+def _data_sets(wrong: WrongField) -> Proposal:
+    """In `datasets`, after those that are there already."""
+    place, written = (*wrong.place[:-1], "datasets"), _siblings(wrong).get("datasets")
+    named = [_data_set(each) for each in wrong.value]
+    sources, notes = [source for source, _ in named], dict.fromkeys(note for _, note in named if note)
+    before = written if isinstance(written, list) else [] if written is None else [written]
+    shown = ", ".join(_nested(each) for each in sources)
+    fix = f"add {shown} to {path_text(place)}" if before else f"write {path_text(place)}: [{shown}]"
+    return Proposal(
+        ", and ".join([fix, *notes]),
+        wrong.place,
+        None,
+        is_certain=written is None and not notes,
+        more=((place, [*before, *sources]),),
+        message="is a list, not one address",
+    )
+
+
+def _data_set(text: str) -> tuple[dict[str, Any], str]:
+    """An entry of `datasets`, and what else is to be done."""
+    likely = () if is_form(SOURCE_PATTERN, text) else likely_addresses(text, "data")
+    address = next((each for each in likely if is_form(SOURCE_PATTERN, each.text)), None)
+    if address is None:
+        return {"source": text}, ""
+    if address.text.startswith("hf://"):
+        return {"source": address.text, "revision": NO_COMMIT}, _COMMIT
+    return {"source": address.text}, address.note
+
+
+def _siblings(wrong: WrongField) -> Any:
+    """What is written in the same mapping."""
+    siblings = wrong.content
+    for part in wrong.place[:-1]:
+        siblings = siblings[part]
+    return siblings
 
 
 def _names_several_sources(wrong: WrongField) -> bool:
@@ -146,6 +180,7 @@ def _word(wrong: WrongField) -> Iterator[Proposal]:
         yield _set(wrong, near[0], is_certain=near[1])
 
 
+_COMMIT = "a revision: the commit that the repository's page shows"
 _PLACES: dict[str, Use] = {SOURCE_PATTERN: "data", DESTINATION_PATTERN: "output"}
 
 
@@ -181,13 +216,10 @@ def _address(wrong: WrongField, text: str, fits: Callable[[str], bool]) -> Itera
 
 def _with_hub(wrong: WrongField, use: Use) -> tuple[tuple[tuple[tuple[int | str, ...], Any], ...], str]:
     """What an address of the Hub needs besides: a commit to read, a token to write."""
-    siblings = wrong.content
-    for part in wrong.place[:-1]:
-        siblings = siblings[part]
     name, value = ("secretRef", {"name": WRITE_TOKEN_SECRET}) if use == "output" else ("revision", NO_COMMIT)
-    if siblings.get(name) is not None:
+    if _siblings(wrong).get(name) is not None:
         return (), ""
-    note = "a secretRef with a write token" if use == "output" else "a revision: the commit that the repository's page shows"
+    note = "a secretRef with a write token" if use == "output" else _COMMIT
     return (((*wrong.place[:-1], name), value),), note
 
 

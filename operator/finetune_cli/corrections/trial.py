@@ -40,6 +40,8 @@ class _Step:
 
     proposal: Proposal
     changes: tuple[FieldChange, ...]
+    is_free: bool
+    """Whether nothing that is written is lost where it writes more."""
 
 
 def wrong_fields(model: type[BaseModel], content: Any, error: ValidationError) -> dict[str, WrongField]:
@@ -78,7 +80,8 @@ def _corrections(wrong: WrongField, fields: dict[str, WrongField]) -> Iterator[C
             changes = None if following is None else _changes(content, following)
             if following is None or changes is None:
                 break
-            steps.append(_Step(following, changes))
+            is_free = all(_is_free(content, place) for place, _ in following.more)
+            steps.append(_Step(following, changes, is_free))
             content = with_changes(content, changes)
             left = _new_mistakes(wrong, fields, content, steps)
             if not left:
@@ -90,7 +93,7 @@ def _corrections(wrong: WrongField, fields: dict[str, WrongField]) -> Iterator[C
 def _correction(wrong: WrongField, content: Any, steps: Sequence[_Step]) -> Correction:
     # Of several values for one field the last counts.
     last = {change.field: change for step in steps for change in step.changes}
-    is_certain = all(step.proposal.is_certain for step in steps)
+    is_certain = all(step.proposal.is_certain and step.is_free for step in steps)
     refusal = "" if is_certain else _refusal(wrong, content)
     made = [each for step in steps for each in ((step.proposal.place, step.proposal.value), *step.proposal.more)]
     written = tuple(path_text(place) for place, value in made if value is not None)
@@ -99,7 +102,8 @@ def _correction(wrong: WrongField, content: Any, steps: Sequence[_Step]) -> Corr
 
 def _fix_text(steps: Sequence[_Step]) -> str:
     """With the value that is written in the end, if the proposal was only a step to it."""
-    first, *others = steps
+    moved = max((number for number, step in enumerate(steps) if step.proposal.value is None and step.proposal.more), default=0)
+    first, *others = steps[moved:]
     if not others:
         return first.proposal.fix
     end = others[-1]
@@ -149,6 +153,19 @@ def _changes(content: Any, proposal: Proposal) -> tuple[FieldChange, ...] | None
             return None
         made.append(change)
     return tuple(made)
+
+
+def _is_free(content: Any, place: Place) -> bool:
+    """Whether nothing is written in a place, nor anything in its way that is no mapping."""
+    held = content
+    for part in place:
+        if isinstance(held, dict):
+            held = held.get(part)
+        elif isinstance(held, list) and isinstance(part, int):
+            held = held[part] if part < len(held) else None
+        else:
+            return held is None
+    return held is None
 
 
 def _change(content: Any, place: Place, value: Any) -> FieldChange | None:

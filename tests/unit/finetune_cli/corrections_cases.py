@@ -64,6 +64,13 @@ MISTAKES: list[tuple[str, Any, bool, str, dict[str, Any]]] = [
     (D + "source", ["pvc://data/a.jsonl", "pvc://data/b.jsonl"], CERTAIN,
      "write spec.data.datasets: [{source: pvc://data/a.jsonl}, {source: pvc://data/b.jsonl}]",
      {D + "source": None, D + "datasets": [{"source": "pvc://data/a.jsonl"}, {"source": "pvc://data/b.jsonl"}]}),
+    # What is trained on already stays.
+    (D[:-1], {"source": ["pvc://data/a.jsonl", "pvc://data/b.jsonl"], "datasets": [{"source": "pvc://data/c.jsonl"}]}, PROPOSED,
+     "add {source: pvc://data/a.jsonl}, {source: pvc://data/b.jsonl} to spec.data.datasets",
+     {D + "datasets": [{"source": f"pvc://data/{name}.jsonl"} for name in "cab"]}),
+    (D[:-1], {"files": ["pvc://data/a.jsonl", "pvc://data/b.jsonl"], "datasets": [{"source": "pvc://data/c.jsonl"}]}, PROPOSED,
+     "add {source: pvc://data/a.jsonl}, {source: pvc://data/b.jsonl} to spec.data.datasets",
+     {D + "datasets": [{"source": f"pvc://data/{name}.jsonl"} for name in "cab"]}),
     (T + "activationCheckpointing", True, CERTAIN, "write Full", {T + "activationCheckpointing": "Full"}),
     ("spec.training", {"epochs": 0.5}, PROPOSED, "write 1, a whole number without quotes", {T + "epochs": 1}),
     (T + "mixed_precision", "fp8", CERTAIN, "write spec.training.precision: bf16 and spec.training.fp8: true",

@@ -230,6 +230,21 @@ def test_a_pasted_configuration_is_answered_in_all_its_fields() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        ({"source": "pvc://data/a.jsonl", "format": "sharegpt", "mapping": "x"}, "spec.data.format"),
+        ({"source": ["pvc://data/a", "pvc://data/b"], "datasets": {"source": "pvc://data/c"}}, "spec.data.source"),
+    ],
+)
+def test_no_fix_that_is_made_unasked_takes_something_away_that_is_written_elsewhere(data: dict[str, Any], field: str) -> None:
+    document = edited_document("spec.data", data)
+    (finding,) = [each for each in found_in(document) if each.field == field]
+    assert finding.is_proposal
+    result = CliRunner().invoke(app, ["validate", "-f", "-", "--fix"], input=text_of(document))
+    assert (result.stdout, result.exit_code) == (text_of(document), 2)
+
+
 def test_of_two_names_for_one_field_the_more_telling_one_is_taken() -> None:
     document = edited_document("spec.model", {"name": "llama", "path": "pvc://models/base"})
     fixes = {each.field: each.fix for each in found_in(document)}
