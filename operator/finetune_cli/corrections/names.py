@@ -160,6 +160,9 @@ def _words_of_others(wrong: WrongField, path: str, asked: str) -> Iterator[Propo
         yield Proposal(fix, wrong.place, meant.word, message=meant.reason, note=meant.why)
     preset = FORM_PRESETS.get(asked) if path == "data.format" else None
     place = (*wrong.place[:-1], "mapping", "preset")
-    if preset is not None and _at(wrong.content, place) is None:
+    written = _at(wrong.content, place)
+    if preset is not None and written is None:
         fix = f"write {preset[0]}, and {path_text(place)}: {preset[1]}"
         yield Proposal(fix, wrong.place, preset[0], is_certain=True, more=((place, preset[1]),))
+    elif preset is not None and letters(str(written)) == letters(preset[1]):
+        yield Proposal(f"write {preset[0]}", wrong.place, preset[0], is_certain=True)
