@@ -35,7 +35,8 @@ _UNUSUAL_RATES = {True: 1e-3, False: 1e-2}
 """Above these a rate is rather a slip: ten times the largest that people use with Adam. Methods without factors take more."""
 _UNUSUAL_SGD_RATE = 100.0
 """A step is then as long as the clipped gradient times this, and all values of an adapter together are about as long."""
-_USUAL_SGD_RATES = '"0.01" to "1" for SGD'
+_USUAL_SGD_RATE, _USUAL_SGD_RATES = "0.01", '"0.01" to "1" for SGD'
+"""A rate that is left open is one for Adam."""
 _LARGEST_GRADIENT = 1e4
 """Norm of a gradient that nothing clips."""
 
@@ -258,6 +259,7 @@ def weight_decay_erases(context: RuleContext) -> Problem | None:
         "Touvron et al., 2023, Llama 2, section 3: 2e-5 where all weights are trained",
     ),
     holds_for=OURS,
+    needs_human=True,
     not_reproduced="the tests' models are small enough to learn at ten times the usual rates; larger ones do not",
 )
 def learning_rate_unusual(context: RuleContext) -> Problem | None:
@@ -274,8 +276,8 @@ def learning_rate_unusual(context: RuleContext) -> Problem | None:
         value=context.spec.training.learning_rate,
         message=f"a rate of {rate:g} is above {most:g}, ten times the largest that is usual; training would most likely diverge "
         "or unlearn",
-        fix=f'write a usual rate: {usual}; or "2e-4" if a sign or a zero was lost',
-        changes={_RATE: None},
+        fix=f"write a usual rate: {usual}" + ("" if is_sgd else '; or "2e-4" if a sign or a zero was lost'),
+        changes={_RATE: _USUAL_SGD_RATE if is_sgd else None},
     )
 
 

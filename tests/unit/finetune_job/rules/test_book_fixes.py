@@ -345,6 +345,9 @@ def test_the_finding_is_as_written_down(rule):
             settings("LoHa", r=1, alpha=65536) | {RATE: "0.5"},
             (W, RATE, {RATE: None, "method.settings.alpha": None}),
         ),
+        # A rate that is left open is one for Adam.
+        ("learning-rate-unusual", SGD | {RATE: "101"}, (W, RATE, {RATE: "0.01"})),
+        ("learning-rate-unusual", FULL | {RATE: "0.05"}, none(RATE, W)),
         ("steps-too-large", lora(loraPlusRatio="1000") | {RATE: "2e-3"}, none(RATE, W)),
         ("steps-too-large", lora(loraPlusRatio="10000") | {RATE: "2e-4"}, none(LORA + "loraPlusRatio", W)),
         # Neither fix may ask for what the other one speaks against.
