@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune_cli.corrections.counts import (
+    ALL_RANKS,
+    GLOBAL_BATCH,
+    MICRO_BATCH,
+    MOST_COUNTED,
+    NODES,
+    PROCESSES,
+    count,
+    counts_of,
+    values_of,
+)
 from finetune_cli.corrections.words import ATTENTIONS, DTYPES, FP8, NO_PREFERENCES, OPTIMIZERS, PRECISIONS, SCHEDULERS
 from finetune_cli.corrections.wrong_field import letters
 from finetune_job.api.inputs import LossOn
@@ -76,27 +88,18 @@ def _is_off(value: Any) -> bool:
 
 
 def _accumulation(value: Any, spec: Spec) -> Equivalent:
-    training, parallelism = _part(spec, "training"), _part(spec, "parallelism")
-    micro = _count_of(training, _MICRO_BATCH)
-    ranks = (_count_of(parallelism, _NODES) or 1) * (_count_of(parallelism, _PROCESSES) or 1)
-    steps = _count(value) or 1
-    total = (micro or 1) * ranks * steps
-    is_known = micro is not None and "globalBatchSize" not in training
+    micros, nodes, processes = (counts_of(spec, names) for names in (MICRO_BATCH, NODES, PROCESSES))
+    micro, steps = next(filter(None, micros), None), count(value)
+    ranks = math.prod(next(filter(None, counts), 1) for counts in (nodes, processes))
+    total = (micro or 1) * ranks * (steps or 1)
+    is_clear = all(len({*counts}) < 2 and None not in counts for counts in (micros, nodes, processes, [steps]))
+    is_told_otherwise = bool([*values_of(spec, (*ALL_RANKS, *GLOBAL_BATCH))])
     return Equivalent(
         f"write spec.training.globalBatchSize: {total} (microBatchSize {micro or 'unset, taken as 1'} x {ranks} "
-        f"rank{'s' if ranks > 1 else ''} x {steps} accumulated): accumulation follows from it",
-        {"training.globalBatchSize": min(total, 1_000_000)},
-        is_certain=is_known,
+        f"rank{'s' if ranks > 1 else ''} x {steps or 1} accumulated): accumulation follows from it",
+        {"training.globalBatchSize": min(total, MOST_COUNTED)},
+        is_certain=micro is not None and is_clear and not is_told_otherwise and total <= MOST_COUNTED,
     )
-
-
-def _count_of(part: Spec, names: Container[str]) -> int | None:
-    """A number under whichever of its names."""
-    return next((count for name, value in part.items() if letters(name) in names and (count := _count(value))), None)
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1_000_000 else None
 
 
 def _share(value: Any) -> float | None:
@@ -122,7 +125,7 @@ def _trackers(value: Any, _spec: Spec) -> Equivalent:
 
 
 def _warmup_steps(value: Any, spec: Spec) -> Equivalent:
-    total, steps, share = _total_steps(spec), _count(value), _share(value)
+    total, steps, share = _total_steps(spec), count(value), _share(value)
     if share is not None or _is_off(value):
         written = f"{share or 0:g}"
         return Equivalent(f'write spec.training.warmupRatio: "{written}"', {"training.warmupRatio": written}, is_certain=True)
@@ -146,7 +149,7 @@ def _every(path: str) -> _Translate:
 
 
 def _total_steps(spec: Spec) -> int | None:
-    return _count(_part(spec, "training").get("maxSteps"))
+    return count(_part(spec, "training").get("maxSteps"))
 
 
 def _half(value: Any, _spec: Spec) -> Equivalent:
@@ -194,12 +197,9 @@ def _profile(what: str) -> _Translate:
     return _not_here(f"{what} are the FineTuneProfile's, which spec.profile names")
 
 
-_MICRO_BATCH = ("microbatchsize", "perdevicetrainbatchsize", "perdevicebatchsize", "microbatch")
-_PROCESSES = ("processespernode", "numgpus", "gpus", "gpuspernode", "nprocpernode", "numgpuspernode", "ngpus", "devices")
-_NODES = ("nodes", "numnodes", "nnodes", "nummachines", "workers")
 _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     (("lr", "learning_rate"), _same("training.learningRate")),
-    (_MICRO_BATCH, _same("training.microBatchSize")),
+    (MICRO_BATCH, _same("training.microBatchSize")),
     (("gradient_accumulation_steps", "gradient_accumulation", "accumulation_steps", "grad_accum"), _accumulation),
     (("batch_size", "train_batch_size", "total_batch_size"), lambda value, _spec: Equivalent(
         "write spec.training.globalBatchSize for the sequences of a step over all ranks, or spec.training.microBatchSize for "
@@ -282,8 +282,8 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     (("output_dir", "output_path"), _same("output.destination")),
     (("push_to_hub",), _not_here("an hf:// address in spec.output.destination publishes to the Hub")),
     (("hub_model_id", "push_to_hub_model_id"), _same("output.destination")),
-    (_PROCESSES, _same("parallelism.processesPerNode")),
-    (_NODES, _same("parallelism.nodes")),
+    (PROCESSES, _same("parallelism.processesPerNode")),
+    (NODES, _same("parallelism.nodes")),
     (("fsdp_auto_wrap_policy",), _same("parallelism.fsdp.autoWrapPolicy")),
     (("fsdp_transformer_layer_cls_to_wrap",), _same("parallelism.fsdp.transformerLayerClsToWrap")),
     (("fsdp_offload_params", "cpu_offload"), _same("parallelism.fsdp.offloadParams")),

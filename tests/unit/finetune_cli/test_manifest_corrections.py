@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 from finetune_cli.app import app
 from finetune_cli.checks.validate import validate
 from finetune_cli.corrections.examples import example
+from finetune_cli.corrections.other_tools import answer
 from finetune_cli.documents import read_documents
 from finetune_job.api.job import FineTuneJob, FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfile
-from finetune_job.finding import Finding
+from finetune_job.finding import FieldChange, Finding
 from finetune_job.rules.rule import with_changes
 from tests.unit.finetune_cli.corrections_cases import MISTAKES
 from tests.unit.finetune_cli.manifests import ACCEPTED, PROFILE, Quoted, edited_document
@@ -228,6 +229,56 @@ def test_a_pasted_configuration_is_answered_in_all_its_fields() -> None:
         "output": {"destination": "pvc://out/tuned"},
         "workspace": {"volumeClaimTemplate": {"storage": "200Gi"}},
     }
+
+
+MICRO = {"per_device_train_batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_certain", "total"),
+    [
+        # 4 sequences x 8 ranks x 8 accumulated, wherever the numbers are pasted and however they are written.
+        ({"training": MICRO, "parallelism": {"gpus": 8}}, True, 256),
+        ({"training": MICRO | {"num_gpus": 8}}, True, 256),
+        ({"training": MICRO, "num_gpus": 8}, True, 256),
+        ({"training": MICRO, "num_gpus": "8"}, True, 256),
+        (MICRO | {"nnodes": 2, "nproc_per_node": 4}, True, 256),
+        ({"training": {"microBatchSize": 4}, "parallelism": {"processesPerNode": 8}, "nodes": 1}, True, 256),
+        ({"training": MICRO}, True, 32),
+        # Whatever is not clear is for a person to say.
+        ({"training": MICRO, "num_gpus": "all"}, False, 32),
+        ({"training": MICRO, "num_gpus": 8, "parallelism": {"processesPerNode": 2}}, False, 256),
+        ({"training": MICRO, "num_processes": 8}, False, 32),
+        ({"training": MICRO | {"global_batch_size": 64}}, False, 32),
+        ({"training": {"microBatchSize": 4}, "model": {"gpus": 8}}, True, 256),
+        ({"parallelism": {"gpus": 8}}, False, 64),
+        (MICRO | {"training": {"microBatchSize": 2}}, False, 32),
+    ],
+)
+def test_an_accumulation_counts_the_ranks_wherever_they_are_written(spec: Any, is_certain: bool, total: int) -> None:
+    found = answer("gradient_accumulation_steps", 8, spec)
+    assert found is not None
+    assert (found.changes, found.is_certain) == ({"training.globalBatchSize": total}, is_certain)
+
+
+@pytest.mark.parametrize(
+    ("written", "is_certain", "total"), [("8", True, 32), ("auto", False, 4), (10**400, False, 4), (8.0, True, 32)]
+)
+def test_an_accumulation_that_is_not_understood_is_for_a_person(written: Any, is_certain: bool, total: int) -> None:
+    found = answer("gradient_accumulation_steps", written, {"training": MICRO})
+    assert found is not None
+    assert (found.changes, found.is_certain) == ({"training.globalBatchSize": total}, is_certain)
+
+
+@pytest.mark.parametrize("place", ["spec", "spec.training", "spec.parallelism"])
+def test_ranks_that_are_pasted_anywhere_count_in_the_fix(place: str) -> None:
+    document = yaml.safe_load(PASTED)
+    del document["spec"]["parallelism"]
+    document = with_changes(document, [FieldChange(field=f"{place}.num_gpus", value=8)])
+    result = CliRunner().invoke(app, ["validate", "-f", "-", "--fix"], input=text_of(document))
+    assert result.exit_code == 0, result.stderr
+    spec = read_documents(result.stdout)[0].content["spec"]
+    assert (spec["training"]["globalBatchSize"], spec["parallelism"]) == (256, {"processesPerNode": 8})
 
 
 @pytest.mark.parametrize(
