@@ -7,7 +7,7 @@ import re
 
 from finetune_cli.checks.cluster import CheckId
 from finetune_cli.checks.validate import DocumentOutcome
-from finetune_cli.corrections.other_tools import answer
+from finetune_cli.corrections.without_value import answer_without_value
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.render.explanations import Explained
 from finetune_job.api.documentation import Word, member_words, words
@@ -91,12 +91,8 @@ def _values(asked: str) -> list[Word]:
 
 
 def _of_another_tool(asked: str) -> list[Word]:
-    equivalent = answer(asked, None, {})
-    return (
-        []
-        if equivalent is None
-        else [Word(asked, "setting of other tools", f"{equivalent.fix[:1].upper()}{equivalent.fix[1:]}.")]
-    )
+    said = answer_without_value(asked)
+    return [Word(asked, "setting of other tools", said)] if said else []
 
 
 def _forms(field: FieldFacts) -> tuple[str, str]:

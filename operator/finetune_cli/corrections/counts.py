@@ -10,9 +10,8 @@ from finetune_cli.corrections.wrong_field import letters
 MICRO_BATCH = ("microbatchsize", "perdevicetrainbatchsize", "perdevicebatchsize", "microbatch")
 PROCESSES = ("processespernode", "numgpus", "gpus", "gpuspernode", "nprocpernode", "numgpuspernode", "ngpus", "devices")
 NODES = ("nodes", "numnodes", "nnodes", "nummachines", "workers")
-ALL_RANKS = ("numprocesses", "worldsize", "numranks")
-"""Of all nodes together, or of one: tools differ."""
-GLOBAL_BATCH = ("globalbatchsize",)
+TOTALS = ("globalbatchsize", "numprocesses", "worldsize", "numranks")
+"""Of sequences and of ranks; of ranks tools differ, some mean those of one node."""
 MOST_COUNTED = 1_000_000
 
 

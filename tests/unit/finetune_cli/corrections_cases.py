@@ -153,6 +153,13 @@ MISTAKES: list[tuple[str, Any, bool, str, dict[str, Any]]] = [
     (T + "precision", "fp16", PROPOSED, "write bf16: it needs no loss scaling, and float16 is not offered",
      {T + "precision": "bf16"}),
     (T + "bf16", True, CERTAIN, "write spec.training.precision: bf16", {T + "precision": "bf16"}),
+    # Unset, it is bf16; off, float16 may be meant.
+    (T + "bf16", False, PROPOSED, "write spec.training.precision: fp32", {T + "precision": "fp32"}),
+    # Unset, chats are learnt from the assistant alone, and completions alone.
+    (D + "assistant_only_loss", False, PROPOSED, "write spec.data.lossOn: All", {D + "lossOn": "All"}),
+    (D + "completion_only_loss", False, PROPOSED, "write spec.data.lossOn: All", {D + "lossOn": "All"}),
+    (D + "train_on_inputs", False, CERTAIN, "remove it: that is so if nothing is set", {D + "lossOn": None}),
+    (T + "torch_compile", False, CERTAIN, "write spec.training.compile: false", {T + "compile": False}),
     (M + "dtype", "bf16", CERTAIN, "write bfloat16", {M + "dtype": "bfloat16"}),
     (T + "gradient_checkpointing", True, CERTAIN, "write spec.training.activationCheckpointing: Full",
      {T + "activationCheckpointing": "Full"}),
