@@ -35,7 +35,8 @@ def patch_for(failure: FailureClass, job: SeenJob, role: str) -> Patch | None:
         case FailureClass.HOST_OUT_OF_MEMORY if role == Role.TRAIN:
             if _effective(job, "asynchronous", "checkpoint") is True:
                 return {"spec": {"checkpoint": {"asynchronous": False}}}
-            return _less_memory(job)
+            # With GPUs, activations are in the memory of the device.
+            return _less_memory(job) if job.is_on_cpu else None
         case FailureClass.NON_FINITE:
             rate = _effective(job, "learningRate")
             number = documents.decimal(rate) if isinstance(rate, str) else None

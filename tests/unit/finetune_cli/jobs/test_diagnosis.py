@@ -85,7 +85,7 @@ EXPECTED: dict[str, Document | str] = {
     "NonFinite": {"training": {"learningRate": "0.0001"}},
     "DeviceOutOfMemory": {"training": {"microBatchSize": 2}},
     "DeviceFault": "No setting repairs a device: a node that is cordoned is not used again.",
-    "HostOutOfMemory": {"training": {"microBatchSize": 2}},
+    "HostOutOfMemory": "No setting of the job takes less of this pod's memory, which its profile gives it.",
     "DiskFull": "No setting writes less: enlarge the claim, or make room on it.",
     "Collective": "No setting repairs the network, and most often another rank failed first: its log says why.",
     "Stalled": {"training": {"stepTimeoutSeconds": 3600}},
@@ -147,7 +147,7 @@ def full(**spec: Any) -> Document:
         ("DeviceOutOfMemory", full(), "train", {"data": {"maxSequenceLength": 1024}}),
         ("DeviceOutOfMemory", full(data={"maxSequenceLength": 700}), "train", {"data": {"maxSequenceLength": 350}}),
         ("DeviceOutOfMemory", full(data={"maxSequenceLength": 511}), "train", None),
-        ("HostOutOfMemory", full(), "train", {"data": {"maxSequenceLength": 1024}}),
+        ("HostOutOfMemory", full(), "train", None),
         ("HostOutOfMemory", full(checkpoint={"asynchronous": True}), "train", {"checkpoint": {"asynchronous": False}}),
         ("HostOutOfMemory", full(checkpoint={"asynchronous": True}), "merge", None),
         ("DiskFull", full(checkpoint={"keep": 5}), "train", {"checkpoint": {"keep": 2}}),
@@ -165,6 +165,24 @@ def full(**spec: Any) -> Document:
 )
 def test_a_patch_is_of_the_setting_that_is_left(failure: str, document: Document, role: str, patch: Document | None) -> None:
     assert patch_for(FailureClass(failure), seen_job(document), role) == (None if patch is None else {"spec": patch})
+
+
+@pytest.mark.parametrize(
+    ("profile", "training", "patch"),
+    [
+        ({"spec": {"trainerImage": "a"}}, {"microBatchSize": 4}, {"training": {"microBatchSize": 2}}),
+        ({"spec": {}}, {"microBatchSize": 1}, {"training": {"activationCheckpointing": "Full"}}),
+        # With GPUs, what these settings save is memory of the device.
+        ({"spec": {"gpu": {"resourceName": "nvidia.com/gpu"}}}, {"microBatchSize": 4}, None),
+        ({"spec": {"gpu": {}}}, {"microBatchSize": 4}, None),
+        (None, {"microBatchSize": 4}, None),
+    ],
+)
+def test_a_host_needs_less_memory_for_less_only_where_ranks_compute_on_its_cores(
+    profile: Document | None, training: Document, patch: Document | None
+) -> None:
+    job = seen_job(failed_with("HostOutOfMemory", **training)).with_profile(profile)
+    assert diagnose(job, objects.NOW).patch == (None if patch is None else {"spec": patch})
 
 
 def test_a_training_that_was_given_up_has_its_patch_for_a_new_job() -> None:
