@@ -19,6 +19,7 @@ from finetune_cli.corrections.without_value import answer_without_value
 from finetune_cli.render.explanations import explained_text
 from finetune_job.catalogue.book import ENTRIES
 from finetune_job.failures import EXIT_CODES, FailureClass
+from finetune_job.fields import all_fields
 from finetune_job.names import Role
 from finetune_job.reasons import AttemptOutcome, ConditionType, Phase, Reason
 from finetune_job.rules.book import RULES
@@ -108,6 +109,14 @@ def test_a_rule_is_explained_with_its_evidence():
         ("varlen", ("varlen: value of spec.model.attention",)),
         ("Alpaca", ("Alpaca: value of spec.data.mapping.preset",)),
         ("bfloat16", ("value of spec.model.dtype", "spec.merge.dtype")),
+        # Names of fields, of conditions and of rules may be values, too.
+        ("LoRA", ("spec.method.lora: field of FineTuneJob", "LoRA: value of spec.method.type means: How the model is trained")),
+        ("Completion", ("completion: field of FineTuneJob", "Completion: value of spec.data.lossOn")),
+        ("Text", ("text: field of FineTuneJob", "Text: value of spec.data.format")),
+        ("Keep", ("spec.checkpoint.keep: field of FineTuneJob", "Keep: value of spec.workspace.retain")),
+        ("run", ("spec.run: field of FineTuneJob", "Run: value of spec.preflight.rehearsal")),
+        ("Trained", ("Trained: condition", "Trained: value of spec.merge.base means:")),
+        ("LOCAL_STATE_DICT", ("local-state-dict: ", "value of spec.parallelism.fsdp.stateDictType")),
         ("ChatML", ("ChatML: chat template", "A value of spec.data.chatTemplate: turns between <|im_start|>")),
         ("137", ("137: end of a container", "HostOutOfMemory if the kubelet says OOMKilled")),
         ("143", ("143: end of a container", "Preempted")),
@@ -181,6 +190,12 @@ def test_every_word_that_the_product_prints_is_explained():
     words += sorted(fields_of_the_crds())
     assert len(words) > 500
     assert [word for word in words if word.rpartition("/")[2] not in explained_text(explain(word))] == []
+
+
+def test_every_value_of_a_field_is_explained_as_one():
+    values = {value: field.path for field in all_fields() for value in field.values if field.path.startswith("spec.")}
+    assert len(values) > 100
+    assert [value for value, path in values.items() if f"{value}: value of " not in explained_text(explain(value))] == []
 
 
 def fields_of_the_crds() -> set[str]:
