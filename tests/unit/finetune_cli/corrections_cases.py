@@ -71,6 +71,16 @@ MISTAKES: list[tuple[str, Any, bool, str, dict[str, Any]]] = [
     (D[:-1], {"files": ["pvc://data/a.jsonl", "pvc://data/b.jsonl"], "datasets": [{"source": "pvc://data/c.jsonl"}]}, PROPOSED,
      "add {source: pvc://data/a.jsonl}, {source: pvc://data/b.jsonl} to spec.data.datasets",
      {D + "datasets": [{"source": f"pvc://data/{name}.jsonl"} for name in "cab"]}),
+    (D[:-1], {"files": ["a.jsonl", "./b.jsonl", "c.jsonl", "d.jsonl", "sets/e.jsonl"]}, PROPOSED,
+     ("write spec.data.datasets: [{source: pvc://data/a.jsonl}, {source: pvc://data/b.jsonl}, {source: pvc://data/c.jsonl}, "
+      "{source: pvc://data/d.jsonl}, {source: pvc://sets/e.jsonl}], and give `finetune run` --claim data=., and give "
+      "`finetune run` --claim sets=sets"),
+     {D + "files": None, D + "datasets": [*({"source": f"pvc://data/{name}.jsonl"} for name in "abcd"),
+                                          {"source": "pvc://sets/e.jsonl"}]}),
+    (D[:-1], {"source": ["org/set", "pvc://data/a.jsonl"]}, PROPOSED,
+     (f'write spec.data.datasets: [{{source: hf://datasets/org/set, revision: "{NO_COMMIT}"}}, {{source: pvc://data/a.jsonl}}], '
+      "and a revision: the commit that the repository's page shows"),
+     {D + "datasets": [{"source": "hf://datasets/org/set", "revision": NO_COMMIT}, {"source": "pvc://data/a.jsonl"}]}),
     (T + "activationCheckpointing", True, CERTAIN, "write Full", {T + "activationCheckpointing": "Full"}),
     ("spec.training", {"epochs": 0.5}, PROPOSED, "write 1, a whole number without quotes", {T + "epochs": 1}),
     (T + "mixed_precision", "fp8", CERTAIN, "write spec.training.precision: bf16 and spec.training.fp8: true",

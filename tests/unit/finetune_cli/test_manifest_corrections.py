@@ -296,6 +296,69 @@ def test_no_fix_that_is_made_unasked_takes_something_away_that_is_written_elsewh
     assert (result.stdout, result.exit_code) == (text_of(document), 2)
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "fixes", "made"),
+    [
+        (
+            "spec.data",
+            {"file": "pvc://data/a.jsonl", "dataset": ["pvc://data/b", "pvc://data/c"]},
+            {
+                "spec.data.file": "write spec.data.source",
+                "spec.data.dataset": "remove spec.data.dataset, or take it for spec.data.source in place of spec.data.file",
+            },
+            {"source": "pvc://data/a.jsonl", "dataset": ["pvc://data/b", "pvc://data/c"]},
+        ),
+        (
+            "spec.workspace",
+            {"name": "ws", "size": "10Gi"},
+            {
+                "spec.workspace.name": "write spec.workspace.claimName and remove spec.workspace.size, if there is such a claim",
+                "spec.workspace.size": "write spec.workspace.volumeClaimTemplate.storage and remove spec.workspace.name, if the "
+                "claim is to be made",
+            },
+            {"name": "ws", "size": "10Gi"},
+        ),
+        (
+            "spec.method",
+            {"use_dora": True, "load_in_4bit": True},
+            {
+                "spec.method.use_dora": "write spec.method.type: DoRA",
+                "spec.method.load_in_4bit": "remove spec.method.load_in_4bit, or take it for spec.method.type in place of "
+                "spec.method.use_dora",
+            },
+            {"type": "DoRA", "load_in_4bit": True},
+        ),
+        # Both say the same.
+        (
+            "spec.method",
+            {"adapter": "QLoRA", "load_in_4bit": True},
+            {
+                "spec.method.adapter": "write spec.method.type",
+                "spec.method.load_in_4bit": "write spec.method.type: QLoRA, which packs the base in 4 bits",
+            },
+            {"type": "QLoRA", "load_in_4bit": True},
+        ),
+    ],
+)
+def test_no_two_answers_contradict_each_other(path: str, value: Any, fixes: dict[str, str], made: Any) -> None:
+    document = edited_document(path, value)
+    found = [each for each in found_in(document) if each.rule == "unreadable"]
+    assert {each.field: each.fix for each in found} == fixes
+    for finding in found:
+        assert_fix_works(document, finding)
+    # One of the two is for a person to choose.
+    result = CliRunner().invoke(app, ["validate", "-f", "-", "--fix"], input=text_of(document))
+    assert at(read_documents(result.stdout)[0].content, path) == made
+
+
+def test_another_name_gives_way_to_the_field_itself() -> None:
+    document = edited_document("spec.model", "pvc://models/base")
+    document["spec"]["base_model"] = "org/name"
+    fixes = {each.field: each.fix for each in found_in(document)}
+    assert fixes["spec.model"] == "write a mapping of fields to values: {source: pvc://models/base}"
+    assert fixes["spec.base_model"] == "remove spec.base_model, or take it for spec.model.source in place of spec.model"
+
+
 def test_of_two_names_for_one_field_the_more_telling_one_is_taken() -> None:
     document = edited_document("spec.model", {"name": "llama", "path": "pvc://models/base"})
     fixes = {each.field: each.fix for each in found_in(document)}
