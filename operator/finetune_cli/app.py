@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +18,7 @@ import typer
 from finetune_cli.answers import Output, errors_told, manifest_text, print_answer, signs_of_life, text_of
 from finetune_cli.change_verbs import change_app
 from finetune_cli.cluster_verbs import DEFAULT_CLAIMS, Context, Form, Namespace, cluster_app, explain_job
-from finetune_cli.exit_codes import ExitCode
+from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local_verbs import ClaimPaths, ClaimsDirectory, local_app
 
 if TYPE_CHECKING:
@@ -128,8 +129,12 @@ def validate(
             )
             raise typer.Exit(ExitCode.UNUSABLE)
         raise typer.Exit(_fix(files, profile_text, records))
-    report = _judged(validate_files(files, profile_text), records)
-    print_answer(output, lambda: report_text(report), lambda: report_document(report))
+
+    def show(report: Report) -> None:
+        print_answer(output, lambda: report_text(report), lambda: report_document(report))
+
+    report = _judged(validate_files(files, profile_text), records, show)
+    show(report)
     raise typer.Exit(report.exit_code)
 
 
@@ -281,11 +286,16 @@ def _first_records(claims: Path | None, claim: list[str] | None) -> FirstRecords
         return FirstRecords(places, parse_claims(claim or []), is_given=claims is not None or claim is not None)
 
 
-def _judged(report: Report, records: FirstRecords | None) -> Report:
+def _judged(report: Report, records: FirstRecords | None, show: Callable[[Report], None]) -> Report:
+    """show: for what the rules alone say, if claims are wrongly given, which ends the command."""
     if records is None:
         return report
     with errors_told():
-        return records.judged(report, lambda said: typer.echo(said, err=True))
+        try:
+            return records.judged(report, lambda said: typer.echo(said, err=True))
+        except LocalError:
+            show(report)
+            raise
 
 
 def _fix(files: list[tuple[str, str]], profile: str | None, records: FirstRecords | None) -> ExitCode:
@@ -298,7 +308,11 @@ def _fix(files: list[tuple[str, str]], profile: str | None, records: FirstRecord
         separator = "---\n" if number and not file.text.startswith("---") else ""
         typer.echo(f"{separator}{file.text}", nl=False)
     typer.echo(fixes_text(fixed), nl=False, err=True)
-    report = _judged(validate_files([(file.name, file.text) for file in fixed], profile), records)
-    if report.exit_code is not ExitCode.DONE:
-        typer.echo(report_text(report), nl=False, err=True)
+
+    def show(report: Report) -> None:
+        if report.exit_code is not ExitCode.DONE:
+            typer.echo(report_text(report), nl=False, err=True)
+
+    report = _judged(validate_files([(file.name, file.text) for file in fixed], profile), records, show)
+    show(report)
     return report.exit_code

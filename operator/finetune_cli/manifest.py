@@ -92,12 +92,12 @@ def _parse(model: type[M], content: Any) -> M | list[Finding]:
 
 
 def _findings(model: type[BaseModel], content: Any, error: ValidationError) -> list[Finding]:
-    from finetune_cli.corrections.trial import correction_of, wrong_fields
+    from finetune_cli.corrections.trial import corrections_of, wrong_fields
 
     fields = wrong_fields(model, content, error)
     most = min(max(_TRIED_CHARACTERS // len(json.dumps(content)), _LEAST_TRIED), _MOST_TRIED)
     tried = [wrong for wrong in fields.values() if wrong.place][:most]
-    corrections = {wrong.name: correction_of(wrong, fields) for wrong in tried}
+    corrections = corrections_of(tried, fields)
     written = [name for wrong in tried if wrong.kind != "missing" for name in corrections[wrong.name].written]
     return [
         _finding(wrong, corrections.get(wrong.name))

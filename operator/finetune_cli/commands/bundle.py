@@ -65,7 +65,7 @@ def _files(cluster: Cluster, job: SeenJob, now: datetime, missing: list[str]) ->
     pods: list[SeenPod] = seen("pods and their logs", lambda: cluster.pods_of(job)) or []
     events = seen("events", lambda: cluster.events_of(job, pods)) or []
     profile = seen("profile", lambda: cluster.get(API_VERSION, PROFILE_PLURAL, job.profile, ""))
-    diagnosis = diagnose(job, now, pods, events)
+    diagnosis = diagnose(job.with_profile(profile), now, pods, events)
     yield "status.txt", redacted_text(status_text(job, diagnosis, now))
     yield "diagnosis.txt", redacted_text(diagnosis_text(job, diagnosis))
     yield "events.txt", "".join(redacted_text(_event_line(each)) for each in events)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,20 +52,22 @@ class FirstRecords:
         """With what they show of accepted jobs. If nobody said where the claims are, records that cannot be looked at are told
         with `say`; else it raises LocalError.
         """
-        plans = {
-            number: _plan_here(verdict.job)
-            for number, verdict in enumerate(report.verdicts)
-            if verdict.job is not None and verdict.outcome is DocumentOutcome.ACCEPTED
+        plans = [None if verdict.job is None else _plan_here(verdict.job) for verdict in report.verdicts]
+        # A job that cannot be read may name any claim.
+        if any(plans) and all(verdict.outcome is not DocumentOutcome.UNUSABLE for verdict in report.verdicts):
+            _check_given([use for plan in plans if plan is not None for use in claims_of(plan)], self.claim_paths)
+        accepted = {
+            number: plan
+            for number, (verdict, plan) in enumerate(zip(report.verdicts, plans, strict=True))
+            if plan is not None and verdict.outcome is DocumentOutcome.ACCEPTED
         }
-        if plans:
-            _check_given({use.name: use for plan in plans.values() for use in claims_of(plan)}, self.claim_paths)
+        if self.is_given:
+            for line in self._absent([(report.verdicts[number].name, plan) for number, plan in accepted.items()]):
+                say(line)
         verdicts = []
         for number, verdict in enumerate(report.verdicts):
             try:
-                if self.is_given and number in plans:
-                    for absent in _absent_inputs(plans[number], self.claims, self.claim_paths):
-                        say(f"{verdict.name}: {absent}, so it is not looked at")
-                verdicts.append(self._judged(verdict, plans[number]) if number in plans else verdict)
+                verdicts.append(self._judged(verdict, accepted[number]) if number in accepted else verdict)
             except LocalError as error:
                 if self.is_given:
                     raise
@@ -80,6 +82,23 @@ class FirstRecords:
             return self._look(plan, local_claims(plan, self.claims, self.claim_paths)).findings
         except LocalError:
             return ()
+
+    def _absent(self, jobs: Sequence[tuple[str, RunPlan]]) -> list[str]:
+        """Claims of models and data that are not on this machine, in words. Raises LocalError if none is."""
+        told, is_any_here = [], False
+        for name, plan in jobs:
+            inputs = [use for use in claims_of(plan) if use.is_input]
+            places = claim_directories(inputs, self.claims, self.claim_paths)
+            absent = [use for use in inputs if not places[use.name].is_dir()]
+            is_any_here = is_any_here or len(absent) < len(inputs)
+            told += [
+                (name, use, f"{use.field}: claim {use.name} is the directory {places[use.name]}, which does not exist")
+                for use in absent
+            ]
+        if told and not is_any_here:
+            _, use, words = told[0]
+            raise LocalError(f"{words}; say where it is with --claims DIR or --claim {use.name}=PATH")
+        return [f"{name}: {words}, so it is not looked at" for name, _, words in told]
 
     def _judged(self, verdict: DocumentVerdict, plan: RunPlan) -> DocumentVerdict:
         directories = local_claims(plan, self.claims, self.claim_paths)
@@ -100,23 +119,12 @@ def local_claims(plan: RunPlan, claims: Path, claim_paths: Mapping[str, Path]) -
     return {name: place for name, place in found.items() if place.is_dir()}
 
 
-def _check_given(uses: Mapping[str, ClaimUse], claim_paths: Mapping[str, Path]) -> None:
+def _check_given(uses: Sequence[ClaimUse], claim_paths: Mapping[str, Path]) -> None:
     """Raises LocalError if the directory of an input is not there, or is given for a claim that no job names."""
-    check_given(list(uses.values()), claim_paths)
-    for name, place in claim_paths.items():
-        if uses[name].is_input and not place.is_dir():
-            raise LocalError(f"--claim {name}={place}: this directory does not exist; correct the path")
-
-
-def _absent_inputs(plan: RunPlan, claims: Path, claim_paths: Mapping[str, Path]) -> list[str]:
-    """Claims of model and data that are not on this machine, in words. Raises LocalError if none of them is."""
-    inputs = [use for use in claims_of(plan) if use.is_input]
-    places = claim_directories(inputs, claims, claim_paths)
-    absent = [use for use in inputs if not places[use.name].is_dir()]
-    told = [f"{use.field}: claim {use.name} is the directory {places[use.name]}, which does not exist" for use in absent]
-    if absent and len(absent) == len(inputs):
-        raise LocalError(f"{told[0]}; say where it is with --claims DIR or --claim {absent[0].name}=PATH")
-    return told
+    check_given(list({use.name: use for use in uses}.values()), claim_paths)
+    for use in uses:
+        if use.is_input and use.name in claim_paths and not claim_paths[use.name].is_dir():
+            raise LocalError(f"--claim {use.name}={claim_paths[use.name]}: this directory does not exist; correct the path")
 
 
 def _too_large(verdict: DocumentVerdict, plan: RunPlan, directories: Mapping[str, Path]) -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -11,12 +12,13 @@ from finetune_cli.cluster.objects import Cluster, Unseen, unless_refused
 from finetune_cli.commands.inspect_jobs import CommandAnswer, utc_now
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.jobs.comparison import Difference, differences, outcomes
-from finetune_cli.jobs.diagnosis import diagnose
+from finetune_cli.jobs.diagnosis import diagnose, last_failure
 from finetune_cli.jobs.patches import Patch, merge_patch
 from finetune_cli.jobs.plain import plain
 from finetune_cli.jobs.seen import SeenJob
 from finetune_cli.render.columns import table
 from finetune_cli.render.diagnosis import diagnosis_document, diagnosis_text
+from finetune_job.failures import FailureClass
 from finetune_job.names import API_VERSION, JOB_KIND, PROFILE_KIND, PROFILE_PLURAL
 from finetune_job.reasons import Reason
 
@@ -30,23 +32,33 @@ def examine(cluster: Cluster, name: str) -> CommandAnswer:
     seen_events = [] if isinstance(events, Unseen) else events
     unseen = [f"its pods: {pods.reason}"] if isinstance(pods, Unseen) else []
     unseen += [f"its events: {events.reason}"] if isinstance(events, Unseen) else []
-    fixes, why_not = _fixes(cluster, job)
-    unseen += [why_not] if why_not else []
-    found = diagnose(job, utc_now(), seen_pods, seen_events, fixes)
+    profile = unless_refused(lambda: cluster.get(API_VERSION, PROFILE_PLURAL, job.profile, "")) if _asks_profile(job) else None
+    unseen += [f"its profile: {profile.reason}"] if isinstance(profile, Unseen) else []
+    seen_profile = profile if isinstance(profile, dict) else None
+    found = diagnose(job.with_profile(seen_profile), utc_now(), seen_pods, seen_events, _fixes(job, seen_profile))
     return CommandAnswer(lambda: diagnosis_text(job, found, unseen), lambda: diagnosis_document(job, found, unseen))
 
 
-def _fixes(cluster: Cluster, job: SeenJob) -> tuple[Patch | None, str]:
-    """What the rules would change in a refused manifest, as a patch; and what could not be seen for it."""
-    if not any(each.reason in (Reason.REFUSED, Reason.INVALID_SPEC) for each in job.status.conditions):
-        return None, ""
-    profile = unless_refused(lambda: cluster.get(API_VERSION, PROFILE_PLURAL, job.profile, ""))
+def _is_refused(job: SeenJob) -> bool:
+    return any(each.reason in (Reason.REFUSED, Reason.INVALID_SPEC) for each in job.status.conditions)
+
+
+def _asks_profile(job: SeenJob) -> bool:
+    """Whether the answer depends on it."""
+    failed = last_failure(job)
+    return _is_refused(job) or (failed is not None and failed.failure is FailureClass.HOST_OUT_OF_MEMORY)
+
+
+def _fixes(job: SeenJob, profile: Mapping[str, Any] | None) -> Patch | None:
+    """What the rules would change in a refused manifest, as a patch."""
+    if not _is_refused(job):
+        return None
     judged_with = None
-    if isinstance(profile, dict):
+    if profile is not None:
         judged_with = json.dumps(
             {"apiVersion": API_VERSION, "kind": PROFILE_KIND, "metadata": {"name": job.profile}, "spec": profile.get("spec")}
         )
-    return rule_patch(job, judged_with), f"its profile: {profile.reason}" if isinstance(profile, Unseen) else ""
+    return rule_patch(job, judged_with)
 
 
 def rule_patch(job: SeenJob, profile: str | None) -> Patch | None:

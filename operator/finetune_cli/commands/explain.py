@@ -7,7 +7,7 @@ import re
 
 from finetune_cli.checks.cluster import CheckId
 from finetune_cli.checks.validate import DocumentOutcome
-from finetune_cli.corrections.other_tools import answer
+from finetune_cli.corrections.without_value import answer_without_value
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.render.explanations import Explained
 from finetune_job.api.documentation import Word, member_words, words
@@ -35,10 +35,11 @@ def explain(asked: str) -> list[Explained]:
     role, slash, rest = asked.strip().partition("/")
     word = rest if slash and role in set(Role) else asked.strip()
     found = [*_findings(_as_id(word)), *(each for each in _words() if each.text.casefold() in (word.casefold(), _as_id(word)))]
-    # Reading the models takes a while, and of all words only checks have the names of fields.
+    # Of all words only checks have the names of fields; words of the status are told as such.
     if not all(isinstance(each, Word) and each.kind == _CHECK for each in found):
-        return found
-    return [*found, *_fields(word)] or [*_values(word), *_of_another_tool(word)]
+        return [*found, *_values(word, "spec.")]
+    fields = _fields(word)
+    return [*found, *fields, *_values(word), *([] if found or fields else _of_another_tool(word))]
 
 
 def nearest(asked: str) -> list[str]:
@@ -77,10 +78,10 @@ def _fields(asked: str) -> list[FieldFacts]:
     return whole or [each for each in all_fields() if f".{_path(each.path)}".endswith(f".{path}")]
 
 
-def _values(asked: str) -> list[Word]:
-    """As values of fields, of which each is told once with all that takes it."""
+def _values(asked: str, part: str = "") -> list[Word]:
+    """As values of fields of a part, of which each is told once with all that takes it."""
     fields: dict[str, list[FieldFacts]] = {}
-    for field in all_fields():
+    for field in (each for each in all_fields() if each.path.startswith(part)):
         for value in field.values:
             if value.casefold() == asked.casefold():
                 fields.setdefault(value, []).append(field)
@@ -91,12 +92,8 @@ def _values(asked: str) -> list[Word]:
 
 
 def _of_another_tool(asked: str) -> list[Word]:
-    equivalent = answer(asked, None, {})
-    return (
-        []
-        if equivalent is None
-        else [Word(asked, "setting of other tools", f"{equivalent.fix[:1].upper()}{equivalent.fix[1:]}.")]
-    )
+    said = answer_without_value(asked)
+    return [Word(asked, "setting of other tools", said)] if said else []
 
 
 def _forms(field: FieldFacts) -> tuple[str, str]:

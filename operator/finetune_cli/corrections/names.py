@@ -23,7 +23,9 @@ from finetune_cli.corrections.wrong_field import (
 )
 from finetune_job.api.job import FineTuneJob, FineTuneJobSpec
 
-_SOURCE, _STORAGE = ("source",), ("volumeClaimTemplate", "storage")
+_SOURCE, _CLAIM, _STORAGE = ("source",), ("claimName",), ("volumeClaimTemplate", "storage")
+_OTHER_WORKSPACE: Mapping[Place, Place] = {_CLAIM: _STORAGE, _STORAGE: _CLAIM}
+"""A workspace is named or made, not both."""
 _DATA_NAMES = dict.fromkeys(("path", "file", "files", "url", "uri", "location", "directory", "dataset", "name", "id"), _SOURCE)
 _MEANT: Mapping[str, Mapping[str, Place]] = {
     "ModelSpec": dict.fromkeys(
@@ -37,7 +39,7 @@ _MEANT: Mapping[str, Mapping[str, Place]] = {
     ),
     "WorkspaceSpec": {
         **dict.fromkeys(("size", "storage", "capacity", "disk"), _STORAGE),
-        **dict.fromkeys(("name", "claim", "pvc", "volume", "existingclaim"), ("claimName",)),
+        **dict.fromkeys(("name", "claim", "pvc", "volume", "existingclaim"), _CLAIM),
     },
 }
 """By model, and by name without its spelling: the field that is meant, if it is free. The most telling names first."""
@@ -68,8 +70,8 @@ def _unknown(wrong: WrongField) -> Iterator[Proposal]:
     if same is not None:
         yield _renamed(wrong, (*parents, same), f"write {same}", is_certain=True)
     meant = _meant(holder.__name__, str(name), written) if holder is not None else None
-    if meant is not None and meant[0] in free and not (meant == _STORAGE and "claimName" in written):
-        yield _renamed(wrong, (*parents, *meant), f"write {path_text((*parents, *meant))}", is_certain=True)
+    if meant is not None and meant[0] in free and _OTHER_WORKSPACE.get(meant, ("",))[0] not in written:
+        yield _meant_field(wrong, parents, meant, written)
     if is_job:
         yield from _of_other_tool(wrong, str(name))
     near = nearest(str(name), free)
@@ -85,6 +87,19 @@ def _unknown(wrong: WrongField) -> Iterator[Proposal]:
     else:
         reason = "" if near is not None else f"; allowed here: {', '.join(sorted(allowed))}"
     yield Proposal(f"remove {wrong.name}{reason}", wrong.place, None)
+
+
+def _meant_field(wrong: WrongField, parents: Place, meant: Place, written: Mapping[str, Any]) -> Proposal:
+    place = (*parents, *meant)
+    other = next(
+        (name for name in written if _MEANT["WorkspaceSpec"].get(letters(name)) == _OTHER_WORKSPACE.get(meant, ())), None
+    )
+    if other is None:
+        return _renamed(wrong, place, f"write {path_text(place)}", is_certain=True)
+    why = "if there is such a claim" if meant == _CLAIM else "if the claim is to be made"
+    removed = (*parents, other)
+    fix = f"write {path_text(place)} and remove {path_text(removed)}, {why}"
+    return Proposal(fix, wrong.place, None, more=((place, wrong.value), (removed, None)))
 
 
 def _meant(model: str, name: str, written: Mapping[str, Any]) -> Place | None:
@@ -160,6 +175,9 @@ def _words_of_others(wrong: WrongField, path: str, asked: str) -> Iterator[Propo
         yield Proposal(fix, wrong.place, meant.word, message=meant.reason, note=meant.why)
     preset = FORM_PRESETS.get(asked) if path == "data.format" else None
     place = (*wrong.place[:-1], "mapping", "preset")
-    if preset is not None and _at(wrong.content, place) is None:
+    written = _at(wrong.content, place)
+    if preset is not None and written is None:
         fix = f"write {preset[0]}, and {path_text(place)}: {preset[1]}"
         yield Proposal(fix, wrong.place, preset[0], is_certain=True, more=((place, preset[1]),))
+    elif preset is not None and letters(str(written)) == letters(preset[1]):
+        yield Proposal(f"write {preset[0]}", wrong.place, preset[0], is_certain=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune_cli.corrections.counts import MICRO_BATCH, MOST_COUNTED, NODES, PROCESSES, TOTALS, count, counts_of, values_of
 from finetune_cli.corrections.words import ATTENTIONS, DTYPES, FP8, NO_PREFERENCES, OPTIMIZERS, PRECISIONS, SCHEDULERS
 from finetune_cli.corrections.wrong_field import letters
 from finetune_job.api.inputs import LossOn
 from finetune_job.api.method import MethodType
 from finetune_job.api.training import Precision
+from finetune_job.rules.rule import yaml_text
 
 Spec = Mapping[str, Any]
 
@@ -38,6 +41,11 @@ def answer(name: str, value: Any, spec: Spec) -> Equivalent | None:
     return None if translate is None else translate(value, spec)
 
 
+def first_name(name: str) -> str | None:
+    """The commonest of the names that a setting has; None if no other tool is known to have it."""
+    return next((names[0] for names, translate in _ROWS if translate is _BY_NAME.get(letters(name))), None)
+
+
 def _same(path: str) -> _Translate:
     """Another name for one of our fields."""
     return lambda value, _spec: Equivalent(f"write spec.{path}", {path: value}, is_certain=True)
@@ -58,14 +66,17 @@ def _not_here(reason: str) -> _Translate:
     return lambda _value, _spec: Equivalent(f"remove it: {reason}")
 
 
-def _switch(path: str, on: Any, off: Any = None) -> _Translate:
-    """A switch that is a value of one of our fields."""
+def _switch(
+    path: str, on: Any, off: Any = None, *, unset: str = "that is so if nothing is set", is_off_certain: bool = True
+) -> _Translate:
+    """A switch that is a value of one of our fields. unset: why nothing is to write if it is off, unless there is an `off`."""
 
     def translate(value: Any, _spec: Spec) -> Equivalent:
+        if _is_off(value) and off is None:
+            return Equivalent(f"remove it: {unset}", is_certain=True)
         if _is_off(value):
-            return Equivalent(f"write spec.{path}: {off}" if off is not None else "remove it: that is so if nothing is set",
-                          {path: off} if off is not None else {}, is_certain=True)  # fmt: skip
-        shown = f"[{', '.join(on)}]" if isinstance(on, list) else on
+            return Equivalent(f"write spec.{path}: {yaml_text(off)}", {path: off}, is_certain=is_off_certain)
+        shown = f"[{', '.join(on)}]" if isinstance(on, list) else yaml_text(on)
         return Equivalent(f"write spec.{path}: {shown}", {path: on}, is_certain=value is True or str(value).lower() == "true")
 
     return translate
@@ -76,27 +87,18 @@ def _is_off(value: Any) -> bool:
 
 
 def _accumulation(value: Any, spec: Spec) -> Equivalent:
-    training, parallelism = _part(spec, "training"), _part(spec, "parallelism")
-    micro = _count_of(training, _MICRO_BATCH)
-    ranks = (_count_of(parallelism, _NODES) or 1) * (_count_of(parallelism, _PROCESSES) or 1)
-    steps = _count(value) or 1
-    total = (micro or 1) * ranks * steps
-    is_known = micro is not None and "globalBatchSize" not in training
+    micros, nodes, processes = (counts_of(spec, names) for names in (MICRO_BATCH, NODES, PROCESSES))
+    micro, steps = next(filter(None, micros), None), count(value)
+    ranks = math.prod(next(filter(None, counts), 1) for counts in (nodes, processes))
+    total = (micro or 1) * ranks * (steps or 1)
+    is_clear = all(len({*counts}) < 2 and None not in counts for counts in (micros, nodes, processes, [steps]))
+    is_told_otherwise = any(True for _ in values_of(spec, TOTALS))
     return Equivalent(
         f"write spec.training.globalBatchSize: {total} (microBatchSize {micro or 'unset, taken as 1'} x {ranks} "
-        f"rank{'s' if ranks > 1 else ''} x {steps} accumulated): accumulation follows from it",
-        {"training.globalBatchSize": min(total, 1_000_000)},
-        is_certain=is_known,
+        f"rank{'s' if ranks > 1 else ''} x {steps or 1} accumulated): accumulation follows from it",
+        {"training.globalBatchSize": min(total, MOST_COUNTED)},
+        is_certain=micro is not None and is_clear and not is_told_otherwise and total <= MOST_COUNTED,
     )
-
-
-def _count_of(part: Spec, names: Container[str]) -> int | None:
-    """A number under whichever of its names."""
-    return next((count for name, value in part.items() if letters(name) in names and (count := _count(value))), None)
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1_000_000 else None
 
 
 def _share(value: Any) -> float | None:
@@ -122,7 +124,7 @@ def _trackers(value: Any, _spec: Spec) -> Equivalent:
 
 
 def _warmup_steps(value: Any, spec: Spec) -> Equivalent:
-    total, steps, share = _total_steps(spec), _count(value), _share(value)
+    total, steps, share = _total_steps(spec), count(value), _share(value)
     if share is not None or _is_off(value):
         written = f"{share or 0:g}"
         return Equivalent(f'write spec.training.warmupRatio: "{written}"', {"training.warmupRatio": written}, is_certain=True)
@@ -146,7 +148,7 @@ def _every(path: str) -> _Translate:
 
 
 def _total_steps(spec: Spec) -> int | None:
-    return _count(_part(spec, "training").get("maxSteps"))
+    return count(_part(spec, "training").get("maxSteps"))
 
 
 def _half(value: Any, _spec: Spec) -> Equivalent:
@@ -194,12 +196,9 @@ def _profile(what: str) -> _Translate:
     return _not_here(f"{what} are the FineTuneProfile's, which spec.profile names")
 
 
-_MICRO_BATCH = ("microbatchsize", "perdevicetrainbatchsize", "perdevicebatchsize", "microbatch")
-_PROCESSES = ("processespernode", "numgpus", "gpus", "gpuspernode", "nprocpernode", "numgpuspernode", "ngpus", "devices")
-_NODES = ("nodes", "numnodes", "nnodes", "nummachines", "workers")
 _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     (("lr", "learning_rate"), _same("training.learningRate")),
-    (_MICRO_BATCH, _same("training.microBatchSize")),
+    (MICRO_BATCH, _same("training.microBatchSize")),
     (("gradient_accumulation_steps", "gradient_accumulation", "accumulation_steps", "grad_accum"), _accumulation),
     (("batch_size", "train_batch_size", "total_batch_size"), lambda value, _spec: Equivalent(
         "write spec.training.globalBatchSize for the sequences of a step over all ranks, or spec.training.microBatchSize for "
@@ -211,7 +210,8 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     (("warmup_steps", "num_warmup_steps"), _warmup_steps),
     (("gradient_clipping", "max_gradient_norm", "clip_grad_norm", "grad_clip"), _same("training.maxGradNorm")),
     (("gradient_checkpointing", "use_gradient_checkpointing"), _switch("training.activationCheckpointing", "Full", "None")),
-    (("bf16", "use_bf16"), _switch("training.precision", "bf16")),
+    # Off, float16 may be meant.
+    (("bf16", "use_bf16"), _switch("training.precision", Precision.BF16.value, Precision.FP32.value, is_off_certain=False)),
     (("fp16", "use_fp16"), _half),
     (("mixed_precision",), _mixed_precision),
     (("tf32", "allow_tf32"), _not_here("spec.training.precision alone says how is computed")),
@@ -235,8 +235,9 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
       "dataset_prepared_path", "overwrite_cache", "pad_to_sequence_len"), _not_here(
         "records are tokenised and packed once, before training")),
     (("train_on_inputs", "train_on_prompt"), _switch("data.lossOn", LossOn.ALL.value)),
-    (("assistant_only_loss",), _switch("data.lossOn", LossOn.ASSISTANT.value)),
-    (("completion_only_loss",), _switch("data.lossOn", LossOn.COMPLETION.value)),
+    # Off, it depends on the form of the records.
+    (("assistant_only_loss",), _switch("data.lossOn", LossOn.ASSISTANT.value, LossOn.ALL.value, is_off_certain=False)),
+    (("completion_only_loss",), _switch("data.lossOn", LossOn.COMPLETION.value, LossOn.ALL.value, is_off_certain=False)),
     (("dataset_text_field",), _same("data.mapping.text")),
     (("template",), lambda _value, _spec: Equivalent(
         "remove it: the tokenizer's template is used; spec.data.chatTemplate names another, such as ChatML or Llama3")),
@@ -254,7 +255,7 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     (("alpha",), _same("method.lora.loraAlpha")),
     (("dropout",), _same("method.lora.loraDropout")),
     (("lora_target_modules", "lora_target", "target"), _targets),
-    (("lora_target_linear",), _switch("method.lora.targetModules", ["all-linear"])),
+    (("lora_target_linear",), _switch("method.lora.targetModules", ["all-linear"], unset="targetModules names the layers")),
     (("lora_modules_to_save", "additional_target"), _same("method.lora.modulesToSave")),
     (("lora_model_dir", "adapter_name_or_path", "adapter_model"), _not_here(
         "an adapter is not trained further; merge it with `finetune merge` and name the merged model in spec.model.source")),
@@ -282,8 +283,8 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     (("output_dir", "output_path"), _same("output.destination")),
     (("push_to_hub",), _not_here("an hf:// address in spec.output.destination publishes to the Hub")),
     (("hub_model_id", "push_to_hub_model_id"), _same("output.destination")),
-    (_PROCESSES, _same("parallelism.processesPerNode")),
-    (_NODES, _same("parallelism.nodes")),
+    (PROCESSES, _same("parallelism.processesPerNode")),
+    (NODES, _same("parallelism.nodes")),
     (("fsdp_auto_wrap_policy",), _same("parallelism.fsdp.autoWrapPolicy")),
     (("fsdp_transformer_layer_cls_to_wrap",), _same("parallelism.fsdp.transformerLayerClsToWrap")),
     (("fsdp_offload_params", "cpu_offload"), _same("parallelism.fsdp.offloadParams")),

@@ -13,12 +13,12 @@ from decimal import ROUND_CEILING, Decimal, InvalidOperation
 from typing import Any
 
 from finetune_cli.corrections.addresses import Use, likely_addresses, slug
+from finetune_cli.corrections.data_sets import COMMIT_NOTE, data_sets, names_several_sources
 from finetune_cli.corrections.examples import example
 from finetune_cli.corrections.reasons import is_form
 from finetune_cli.corrections.sizes import likely_sizes
-from finetune_cli.corrections.wrong_field import LONGEST_WORD, Proposal, WrongField, model_at, nearest, path_text
+from finetune_cli.corrections.wrong_field import LONGEST_WORD, Proposal, WrongField, model_at, nearest, nested_text, path_text
 from finetune_job.api.base import DESTINATION_PATTERN, HUB_NAME_PATTERN, SOURCE_PATTERN
-from finetune_job.api.inputs import DataSpec
 from finetune_job.rules.outputs.settings import WRITE_TOKEN_SECRET
 from finetune_job.rules.rule import yaml_text
 from finetune_job.rules.sources import NO_COMMIT
@@ -51,15 +51,7 @@ def _missing(wrong: WrongField) -> Iterator[Proposal]:
     meaning = f" ({wrong.meaning.rstrip('.')})" if wrong.meaning else ""
     if value is not None:
         certain = name in ("apiVersion", "kind")
-        yield Proposal(f"write {name}: {_nested(value)}{meaning}", wrong.place, value, is_certain=certain)
-
-
-def _nested(value: Any) -> str:
-    return (
-        "{" + ", ".join(f"{key}: {_nested(item)}" for key, item in value.items()) + "}"
-        if isinstance(value, dict)
-        else yaml_text(value)
-    )
+        yield Proposal(f"write {name}: {nested_text(value)}{meaning}", wrong.place, value, is_certain=certain)
 
 
 # A value of another type
@@ -94,16 +86,8 @@ def _text(wrong: WrongField) -> Iterator[Proposal]:
         yield Proposal(f'put the value in quotes: "{text}"', wrong.place, text, is_certain=True)
     elif isinstance(wrong.value, list) and len(wrong.value) == 1 and isinstance(wrong.value[0], str):
         yield Proposal(f"write {yaml_text(wrong.value[0])}, not a list", wrong.place, wrong.value[0], is_certain=True)
-    elif _names_several_sources(wrong):
-        sources = [{"source": each} for each in wrong.value]
-        place = (*wrong.place[:-1], "datasets")
-        fix = f"write {path_text(place)}: [{', '.join(_nested(each) for each in sources)}]"
-        yield Proposal(fix, wrong.place, None, is_certain=True, more=((place, sources),), message="is a list, not one address")
-
-
-def _names_several_sources(wrong: WrongField) -> bool:
-    is_training_data = wrong.holder is DataSpec and wrong.place[-1] == "source" and isinstance(wrong.value, list)
-    return is_training_data and bool(wrong.value) and all(isinstance(each, str) for each in wrong.value)
+    elif names_several_sources(wrong):
+        yield data_sets(wrong)
 
 
 def _list(wrong: WrongField) -> Iterator[Proposal]:
@@ -111,7 +95,7 @@ def _list(wrong: WrongField) -> Iterator[Proposal]:
         items = [item for item in re.split(r"[\s,\[\]\"']+", wrong.value) if item]
         yield Proposal(f"write [{', '.join(items)}]", wrong.place, items, is_certain=True, message="is a text, not a list")
     elif isinstance(wrong.value, dict | int | float):
-        yield Proposal(f"write a list: [{_nested(wrong.value)}]", wrong.place, [wrong.value])
+        yield Proposal(f"write a list: [{nested_text(wrong.value)}]", wrong.place, [wrong.value])
 
 
 _MAIN_FIELD = {
@@ -129,7 +113,7 @@ def _mapping(wrong: WrongField) -> Iterator[Proposal]:
     if main is not None and isinstance(wrong.value, str | int) and not isinstance(wrong.value, bool):
         value = {main: wrong.value}
         yield Proposal(
-            f"write a mapping of fields to values: {{{main}: {_nested(wrong.value)}}}", wrong.place, value, is_certain=True
+            f"write a mapping of fields to values: {{{main}: {nested_text(wrong.value)}}}", wrong.place, value, is_certain=True
         )
     if isinstance(wrong.value, list) and wrong.value and all(isinstance(one, dict) for one in wrong.value):
         merged = {key: item for one in wrong.value for key, item in one.items()}
@@ -181,13 +165,10 @@ def _address(wrong: WrongField, text: str, fits: Callable[[str], bool]) -> Itera
 
 def _with_hub(wrong: WrongField, use: Use) -> tuple[tuple[tuple[tuple[int | str, ...], Any], ...], str]:
     """What an address of the Hub needs besides: a commit to read, a token to write."""
-    siblings = wrong.content
-    for part in wrong.place[:-1]:
-        siblings = siblings[part]
     name, value = ("secretRef", {"name": WRITE_TOKEN_SECRET}) if use == "output" else ("revision", NO_COMMIT)
-    if siblings.get(name) is not None:
+    if wrong.siblings.get(name) is not None:
         return (), ""
-    note = "a secretRef with a write token" if use == "output" else "a revision: the commit that the repository's page shows"
+    note = "a secretRef with a write token" if use == "output" else COMMIT_NOTE
     return (((*wrong.place[:-1], name), value),), note
 
 
@@ -245,7 +226,7 @@ def _otherwise(wrong: WrongField) -> Iterator[Proposal]:
     hint = _hint(wrong)
     value = example(wrong.holder, str(wrong.place[-1])) if wrong.holder is not None and wrong.plain == wrong.place else None
     if value is not None:
-        yield Proposal(f"{hint or 'write another value'}, such as {_nested(value)}{meaning}", wrong.place, value)
+        yield Proposal(f"{hint or 'write another value'}, such as {nested_text(value)}{meaning}", wrong.place, value)
     if wrong.place and not wrong.is_required:
         yield Proposal(f"{hint or 'write another value'}, or remove {wrong.name}{meaning}", wrong.place, None)
         if wrong.plain != wrong.place:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -30,8 +30,8 @@ class Correction:
     is_certain: bool = False
     refusal: str = ""
     """What a rule has against it."""
-    written: tuple[str, ...] = ()
-    """Paths of what gets a value."""
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """What gets a value, by path, if only on the way to another place: two that are moved from there were meant for it."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class _Step:
 
     proposal: Proposal
     changes: tuple[FieldChange, ...]
+    is_free: bool
+    """Whether nothing that is written is lost where it writes more."""
 
 
 def wrong_fields(model: type[BaseModel], content: Any, error: ValidationError) -> dict[str, WrongField]:
@@ -55,10 +57,46 @@ def wrong_fields(model: type[BaseModel], content: Any, error: ValidationError) -
     return found
 
 
-def correction_of(wrong: WrongField, fields: dict[str, WrongField]) -> Correction:
-    """The first that no rule refuses, or else the first; if there is none, words alone. fields: all that is wrong, by path."""
-    refused = None
+def corrections_of(tried: Sequence[WrongField], fields: dict[str, WrongField]) -> dict[str, Correction]:
+    """By path, of which no two write different values to one place. fields: all that is wrong, by path."""
+    found = {wrong.name: _correction_of(wrong, fields, {}) for wrong in tried}
+    taken: dict[str, tuple[Any, str]] = {}
+    # What is missing may be there under another name, and has but an example.
+    there = [wrong for wrong in tried if wrong.kind != "missing"]
+    # Another name for a field gives way to the field itself, and what is not certain to what is.
+    for wrong in sorted(there, key=lambda each: (each.kind == "extra_forbidden", not found[each.name].is_certain)):
+        if wrong.kind == "extra_forbidden" and _clash(found[wrong.name], taken):
+            found[wrong.name] = _correction_of(wrong, fields, taken)
+        for path, value in _leaves(found[wrong.name].written):
+            taken.setdefault(path, (value, wrong.name))
+    return found
+
+
+def _leaves(written: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for path, value in written.items():
+        if isinstance(value, dict):
+            yield from _leaves({f"{path}.{name}": inner for name, inner in value.items()})
+        else:
+            yield path, value
+
+
+def _clash(correction: Correction, taken: Mapping[str, tuple[Any, str]]) -> str:
+    """A place that gets another value already; empty if there is none."""
+    return next((path for path, value in _leaves(correction.written) if path in taken and taken[path][0] != value), "")
+
+
+def _correction_of(wrong: WrongField, fields: dict[str, WrongField], taken: Mapping[str, tuple[Any, str]]) -> Correction:
+    """The first that no rule refuses, or else the first; if there is none, words alone.
+
+    taken: by path what others write, and the field for whose sake.
+    """
+    refused, clash = None, ""
     for each in _corrections(wrong, fields):
+        clash = clash or _clash(each, taken)
+        if clash and each.written:
+            continue
+        if clash:
+            return replace(each, fix=f"remove {wrong.name}, or take it for {clash} in place of {taken[clash][1]}")
         if not each.refusal and refused is not None and wrong.kind == "extra_forbidden":
             return replace(each, fix=f"{each.fix}; by its right name it is refused: {refused.refusal}")
         if not each.refusal:
@@ -78,7 +116,8 @@ def _corrections(wrong: WrongField, fields: dict[str, WrongField]) -> Iterator[C
             changes = None if following is None else _changes(content, following)
             if following is None or changes is None:
                 break
-            steps.append(_Step(following, changes))
+            is_free = all(_is_free(content, place) for place, _ in following.more)
+            steps.append(_Step(following, changes, is_free))
             content = with_changes(content, changes)
             left = _new_mistakes(wrong, fields, content, steps)
             if not left:
@@ -90,16 +129,17 @@ def _corrections(wrong: WrongField, fields: dict[str, WrongField]) -> Iterator[C
 def _correction(wrong: WrongField, content: Any, steps: Sequence[_Step]) -> Correction:
     # Of several values for one field the last counts.
     last = {change.field: change for step in steps for change in step.changes}
-    is_certain = all(step.proposal.is_certain for step in steps)
+    is_certain = all(step.proposal.is_certain and step.is_free for step in steps)
     refusal = "" if is_certain else _refusal(wrong, content)
     made = [each for step in steps for each in ((step.proposal.place, step.proposal.value), *step.proposal.more)]
-    written = tuple(path_text(place) for place, value in made if value is not None)
+    written = {path_text(place): value for place, value in made if value is not None}
     return Correction(_fix_text(steps), steps[0].proposal.message, tuple(last.values()), is_certain, refusal, written)
 
 
 def _fix_text(steps: Sequence[_Step]) -> str:
     """With the value that is written in the end, if the proposal was only a step to it."""
-    first, *others = steps
+    moved = max((number for number, step in enumerate(steps) if step.proposal.value is None and step.proposal.more), default=0)
+    first, *others = steps[moved:]
     if not others:
         return first.proposal.fix
     end = others[-1]
@@ -149,6 +189,19 @@ def _changes(content: Any, proposal: Proposal) -> tuple[FieldChange, ...] | None
             return None
         made.append(change)
     return tuple(made)
+
+
+def _is_free(content: Any, place: Place) -> bool:
+    """Whether nothing is written in a place, nor anything in its way that is no mapping."""
+    held = content
+    for part in place:
+        if isinstance(held, dict):
+            held = held.get(part)
+        elif isinstance(held, list) and isinstance(part, int):
+            held = held[part] if part < len(held) else None
+        else:
+            return held is None
+    return held is None
 
 
 def _change(content: Any, place: Place, value: Any) -> FieldChange | None:

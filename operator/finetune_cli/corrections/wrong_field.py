@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from finetune_job.api.documentation import field_docs
-from finetune_job.rules.rule import format_value
+from finetune_job.rules.rule import format_value, yaml_text
 
 Place = Sequence[int | str]
 """Names and indices from the top of a document to a field."""
@@ -69,6 +69,14 @@ class WrongField:
     def holder(self) -> type[BaseModel] | None:
         """The model that has the field."""
         return model_at(self.model, self.plain)
+
+    @property
+    def siblings(self) -> Any:
+        """What is written in the same mapping, this field included."""
+        found = self.content
+        for part in self.place[:-1]:
+            found = found[part]
+        return found
 
     @property
     def plain(self) -> tuple[int | str, ...]:
@@ -164,6 +172,15 @@ def nearest(written: Any, words: Iterable[str]) -> tuple[str, bool] | None:
     if not near:
         return None
     return by_spelling[near[0]], difflib.SequenceMatcher(None, near[0], asked).ratio() >= SURE
+
+
+def nested_text(value: Any) -> str:
+    """A value of a mapping in one line, as YAML has it."""
+    return (
+        "{" + ", ".join(f"{key}: {nested_text(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, dict)
+        else yaml_text(value)
+    )
 
 
 def value_text(written: Any) -> str:

@@ -35,7 +35,8 @@ def patch_for(failure: FailureClass, job: SeenJob, role: str) -> Patch | None:
         case FailureClass.HOST_OUT_OF_MEMORY if role == Role.TRAIN:
             if _effective(job, "asynchronous", "checkpoint") is True:
                 return {"spec": {"checkpoint": {"asynchronous": False}}}
-            return _less_memory(job)
+            # With GPUs, activations are in the memory of the device.
+            return _less_memory(job) if job.is_on_cpu else None
         case FailureClass.NON_FINITE:
             rate = _effective(job, "learningRate")
             number = documents.decimal(rate) if isinstance(rate, str) else None
@@ -60,24 +61,23 @@ NO_PATCH: Mapping[FailureClass, str] = {
     FailureClass.USER_MODEL: "No setting makes a wrong model right: correct its files, or name another.",
     FailureClass.NON_FINITE: "No lower learning rate can be proposed, because the job's own is not known.",
     FailureClass.DEVICE_OUT_OF_MEMORY: "No setting takes less memory: use a profile with larger devices, or more nodes.",
-    FailureClass.DEVICE_FAULT: "No setting repairs a device: the job is tried again by itself, and a node that is cordoned is "
-    "not used for it.",
+    FailureClass.DEVICE_FAULT: "No setting repairs a device: a node that is cordoned is not used again.",
     FailureClass.HOST_OUT_OF_MEMORY: "No setting of the job takes less of this pod's memory, which its profile gives it.",
     FailureClass.DISK_FULL: "No setting writes less: enlarge the claim, or make room on it.",
     FailureClass.COLLECTIVE: "No setting repairs the network, and most often another rank failed first: its log says why.",
     FailureClass.STALLED: "The ranks have the longest time already that may be set: their stacks say where they wait.",
-    FailureClass.SOURCE_UNAVAILABLE: "No setting has a source answer: the fetch is tried again by itself.",
+    FailureClass.SOURCE_UNAVAILABLE: "No setting has a source answer.",
     FailureClass.DESTINATION_REFUSED: "Whether the destination, its Secret or what it holds is to change only its answer says.",
-    FailureClass.DESTINATION_UNAVAILABLE: "No setting has a destination answer: the upload is continued by itself.",
+    FailureClass.DESTINATION_UNAVAILABLE: "No setting has a destination answer.",
     FailureClass.CHECKPOINT_INVALID: "No setting makes a checkpoint whole: a new job begins without one, from the base model.",
     FailureClass.PLAN_MISMATCH: "The spec is not at fault: a new job gets a plan of its own.",
     FailureClass.VERIFICATION_FAILED: "No setting makes a merged model right: verification.json says what differs, and the "
     "adapter is kept.",
-    FailureClass.PREEMPTED: "Nothing is wrong with the job: it is tried again by itself, from its newest checkpoint.",
-    FailureClass.INFRASTRUCTURE: "No setting keeps a pod on a node: it is tried again by itself, from its newest checkpoint.",
-    FailureClass.NODE_LOST: "No setting brings a node back: the job is tried again by itself, from its newest checkpoint.",
-    FailureClass.REJECTED: "No setting makes room on a node: the pod is made again by itself.",
-    FailureClass.IMAGE_PULL: "The image is the profile's, and no setting changes it: the pull is tried again by itself.",
+    FailureClass.PREEMPTED: "Nothing is wrong with the job.",
+    FailureClass.INFRASTRUCTURE: "No setting keeps a pod on a node.",
+    FailureClass.NODE_LOST: "No setting brings a node back.",
+    FailureClass.REJECTED: "No setting makes room on a node.",
+    FailureClass.IMAGE_PULL: "The image is the profile's, and no setting changes it.",
     FailureClass.MOUNT: "No setting makes what is missing: create it; only a name that is wrong is corrected in a new job.",
     FailureClass.ADMISSION: "The pods are made as their profile says, which no setting of the job changes.",
     FailureClass.INTERNAL: "Nothing is known of which setting could help: the exception and the log say what happened.",

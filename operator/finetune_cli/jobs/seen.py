@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -29,6 +29,8 @@ class SeenJob:
     status: FineTuneJobStatus
     unreadable: tuple[str, ...] = ()
     """Fields of the status that could not be read, and so count as absent."""
+    is_on_cpu: bool = False
+    """Whether its profile names no GPU, as far as that was looked at."""
 
     @property
     def name(self) -> str:
@@ -78,6 +80,10 @@ class SeenJob:
     def profile(self) -> str:
         """Name of its profile."""
         return documents.text(self.spec, "profile") or DEFAULT_PROFILE
+
+    def with_profile(self, profile: Mapping[str, Any] | None) -> SeenJob:
+        """With what its profile says of the devices; None: it was not seen."""
+        return replace(self, is_on_cpu=profile is not None and documents.value(profile, "spec", "gpu") is None)
 
     @property
     def num_ranks(self) -> int:

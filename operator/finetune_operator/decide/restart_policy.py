@@ -78,7 +78,7 @@ POLICY: dict[FailureClass, Policy] = {
     FailureClass.HOST_OUT_OF_MEMORY: Policy(
         _N,
         "The container's reason is `OOMKilled`, or a rank reports it.",
-        "Use a profile with more memory for this role, or lower spec.training.microBatchSize.",
+        "Use a profile with more memory for this role, or lower spec.training.microBatchSize if it trains on CPU cores.",
     ),
     FailureClass.VERIFICATION_FAILED: Policy(
         _N, "Reported by the merge.", "Read verification.json next to the quarantined model before you use it."

@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 from finetune_cli.app import app
 from finetune_cli.checks.validate import validate
 from finetune_cli.corrections.examples import example
+from finetune_cli.corrections.other_tools import answer
 from finetune_cli.documents import read_documents
 from finetune_job.api.job import FineTuneJob, FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfile
-from finetune_job.finding import Finding
+from finetune_job.finding import FieldChange, Finding
 from finetune_job.rules.rule import with_changes
 from tests.unit.finetune_cli.corrections_cases import MISTAKES
 from tests.unit.finetune_cli.manifests import ACCEPTED, PROFILE, Quoted, edited_document
@@ -228,6 +229,134 @@ def test_a_pasted_configuration_is_answered_in_all_its_fields() -> None:
         "output": {"destination": "pvc://out/tuned"},
         "workspace": {"volumeClaimTemplate": {"storage": "200Gi"}},
     }
+
+
+MICRO = {"per_device_train_batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_certain", "total"),
+    [
+        # 4 sequences x 8 ranks x 8 accumulated, wherever the numbers are pasted and however they are written.
+        ({"training": MICRO, "parallelism": {"gpus": 8}}, True, 256),
+        ({"training": MICRO | {"num_gpus": 8}}, True, 256),
+        ({"training": MICRO, "num_gpus": 8}, True, 256),
+        ({"training": MICRO, "num_gpus": "8"}, True, 256),
+        (MICRO | {"nnodes": 2, "nproc_per_node": 4}, True, 256),
+        ({"training": {"microBatchSize": 4}, "parallelism": {"processesPerNode": 8}, "nodes": 1}, True, 256),
+        ({"training": MICRO}, True, 32),
+        # Whatever is not clear is for a person to say.
+        ({"training": MICRO, "num_gpus": "all"}, False, 32),
+        ({"training": MICRO, "num_gpus": 8, "parallelism": {"processesPerNode": 2}}, False, 256),
+        ({"training": MICRO, "num_processes": 8}, False, 32),
+        ({"training": MICRO | {"global_batch_size": 64}}, False, 32),
+        ({"training": {"microBatchSize": 4}, "model": {"gpus": 8}}, True, 256),
+        ({"parallelism": {"gpus": 8}}, False, 64),
+        (MICRO | {"training": {"microBatchSize": 2}}, False, 32),
+    ],
+)
+def test_an_accumulation_counts_the_ranks_wherever_they_are_written(spec: Any, is_certain: bool, total: int) -> None:
+    found = answer("gradient_accumulation_steps", 8, spec)
+    assert found is not None
+    assert (found.changes, found.is_certain) == ({"training.globalBatchSize": total}, is_certain)
+
+
+@pytest.mark.parametrize(
+    ("written", "is_certain", "total"), [("8", True, 32), ("auto", False, 4), (10**400, False, 4), (8.0, True, 32)]
+)
+def test_an_accumulation_that_is_not_understood_is_for_a_person(written: Any, is_certain: bool, total: int) -> None:
+    found = answer("gradient_accumulation_steps", written, {"training": MICRO})
+    assert found is not None
+    assert (found.changes, found.is_certain) == ({"training.globalBatchSize": total}, is_certain)
+
+
+@pytest.mark.parametrize("place", ["spec", "spec.training", "spec.parallelism"])
+def test_ranks_that_are_pasted_anywhere_count_in_the_fix(place: str) -> None:
+    document = yaml.safe_load(PASTED)
+    del document["spec"]["parallelism"]
+    document = with_changes(document, [FieldChange(field=f"{place}.num_gpus", value=8)])
+    result = CliRunner().invoke(app, ["validate", "-f", "-", "--fix"], input=text_of(document))
+    assert result.exit_code == 0, result.stderr
+    spec = read_documents(result.stdout)[0].content["spec"]
+    assert (spec["training"]["globalBatchSize"], spec["parallelism"]) == (256, {"processesPerNode": 8})
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        ({"source": "pvc://data/a.jsonl", "format": "sharegpt", "mapping": "x"}, "spec.data.format"),
+        ({"source": ["pvc://data/a", "pvc://data/b"], "datasets": {"source": "pvc://data/c"}}, "spec.data.source"),
+    ],
+)
+def test_no_fix_that_is_made_unasked_takes_something_away_that_is_written_elsewhere(data: dict[str, Any], field: str) -> None:
+    document = edited_document("spec.data", data)
+    (finding,) = [each for each in found_in(document) if each.field == field]
+    assert finding.is_proposal
+    result = CliRunner().invoke(app, ["validate", "-f", "-", "--fix"], input=text_of(document))
+    assert (result.stdout, result.exit_code) == (text_of(document), 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "fixes", "made"),
+    [
+        (
+            "spec.data",
+            {"file": "pvc://data/a.jsonl", "dataset": ["pvc://data/b", "pvc://data/c"]},
+            {
+                "spec.data.file": "write spec.data.source",
+                "spec.data.dataset": "remove spec.data.dataset, or take it for spec.data.source in place of spec.data.file",
+            },
+            {"source": "pvc://data/a.jsonl", "dataset": ["pvc://data/b", "pvc://data/c"]},
+        ),
+        (
+            "spec.workspace",
+            {"name": "ws", "size": "10Gi"},
+            {
+                "spec.workspace.name": "write spec.workspace.claimName and remove spec.workspace.size, if there is such a claim",
+                "spec.workspace.size": "write spec.workspace.volumeClaimTemplate.storage and remove spec.workspace.name, if the "
+                "claim is to be made",
+            },
+            {"name": "ws", "size": "10Gi"},
+        ),
+        (
+            "spec.method",
+            {"use_dora": True, "load_in_4bit": True},
+            {
+                "spec.method.use_dora": "write spec.method.type: DoRA",
+                "spec.method.load_in_4bit": "remove spec.method.load_in_4bit, or take it for spec.method.type in place of "
+                "spec.method.use_dora",
+            },
+            {"type": "DoRA", "load_in_4bit": True},
+        ),
+        # Both say the same.
+        (
+            "spec.method",
+            {"adapter": "QLoRA", "load_in_4bit": True},
+            {
+                "spec.method.adapter": "write spec.method.type",
+                "spec.method.load_in_4bit": "write spec.method.type: QLoRA, which packs the base in 4 bits",
+            },
+            {"type": "QLoRA", "load_in_4bit": True},
+        ),
+    ],
+)
+def test_no_two_answers_contradict_each_other(path: str, value: Any, fixes: dict[str, str], made: Any) -> None:
+    document = edited_document(path, value)
+    found = [each for each in found_in(document) if each.rule == "unreadable"]
+    assert {each.field: each.fix for each in found} == fixes
+    for finding in found:
+        assert_fix_works(document, finding)
+    # One of the two is for a person to choose.
+    result = CliRunner().invoke(app, ["validate", "-f", "-", "--fix"], input=text_of(document))
+    assert at(read_documents(result.stdout)[0].content, path) == made
+
+
+def test_another_name_gives_way_to_the_field_itself() -> None:
+    document = edited_document("spec.model", "pvc://models/base")
+    document["spec"]["base_model"] = "org/name"
+    fixes = {each.field: each.fix for each in found_in(document)}
+    assert fixes["spec.model"] == "write a mapping of fields to values: {source: pvc://models/base}"
+    assert fixes["spec.base_model"] == "remove spec.base_model, or take it for spec.model.source in place of spec.model"
 
 
 def test_of_two_names_for_one_field_the_more_telling_one_is_taken() -> None:

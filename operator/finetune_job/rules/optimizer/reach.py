@@ -35,7 +35,8 @@ _UNUSUAL_RATES = {True: 1e-3, False: 1e-2}
 """Above these a rate is rather a slip: ten times the largest that people use with Adam. Methods without factors take more."""
 _UNUSUAL_SGD_RATE = 100.0
 """A step is then as long as the clipped gradient times this, and all values of an adapter together are about as long."""
-_USUAL_SGD_RATES = '"0.01" to "1" for SGD'
+_USUAL_SGD_RATE, _USUAL_SGD_RATES = "0.01", '"0.01" to "1" for SGD'
+"""A rate that is left open is one for Adam."""
 _LARGEST_GRADIENT = 1e4
 """Norm of a gradient that nothing clips."""
 
@@ -146,6 +147,7 @@ def steps_too_large(context: RuleContext) -> Problem | None:
         _RATE: spec.training.learning_rate,
         _ALPHA: lora.lora_alpha if lora else None,
         _PATTERN: lora.alpha_pattern if lora else None,
+        _RANKS: lora.rank_pattern if lora else None,
         _RATIO: lora.lora_plus_ratio if lora else None,
         _SETTINGS_ALPHA: (spec.method.settings or {}).get("alpha"),
     }
@@ -153,13 +155,14 @@ def steps_too_large(context: RuleContext) -> Problem | None:
         _RATE: plan.model_copy(update={"training": plan.training.model_copy(update={"learning_rate": _USUAL_RATE})}),
         _ALPHA: _with_lora(plan, lora_alpha=2 * plan.method.lora.r if plan.method.lora else 0),
         _PATTERN: _with_lora(plan, alpha_pattern={}),
+        _RANKS: _with_lora(plan, rank_pattern={}),
         _RATIO: _with_lora(plan, lora_plus_ratio=None),
-        _SETTINGS_ALPHA: plan.model_copy(update={"method": plan.method.model_copy(update={"adapter": None})}),
+        _SETTINGS_ALPHA: _without_alpha(plan),
     }
     full = plan.method.type is MethodType.FULL
     # The one setting that is at fault by itself, or else all that are written.
     alone = next((field for field, other in usual.items() if written[field] is not None and _step(other) < _LARGEST_STEP), None)
-    removed = [alone] if alone else [field for field, value in written.items() if value is not None]
+    removed = [alone] if alone else [field for field, value in written.items() if value is not None] or [_RATE]
     return Problem(
         field=_SETTINGS if removed[0] == _SETTINGS_ALPHA else removed[0],
         value=written[removed[0]],
@@ -208,6 +211,15 @@ def _with_lora(plan: RunPlan, **changes: object) -> RunPlan:
     return plan.model_copy(update={"method": plan.method.model_copy(update={"lora": lora.model_copy(update=changes)})})
 
 
+def _without_alpha(plan: RunPlan) -> RunPlan:
+    adapter = plan.method.adapter
+    if adapter is None:
+        return plan
+    settings = {name: value for name, value in adapter.settings.items() if name != "alpha"}
+    method = plan.method.model_copy(update={"adapter": adapter.model_copy(update={"settings": settings})})
+    return plan.model_copy(update={"method": method})
+
+
 @rule(
     "weight-decay-erases",
     "Weight decay takes a part of each weight",
@@ -247,6 +259,7 @@ def weight_decay_erases(context: RuleContext) -> Problem | None:
         "Touvron et al., 2023, Llama 2, section 3: 2e-5 where all weights are trained",
     ),
     holds_for=OURS,
+    needs_human=True,
     not_reproduced="the tests' models are small enough to learn at ten times the usual rates; larger ones do not",
 )
 def learning_rate_unusual(context: RuleContext) -> Problem | None:
@@ -263,8 +276,8 @@ def learning_rate_unusual(context: RuleContext) -> Problem | None:
         value=context.spec.training.learning_rate,
         message=f"a rate of {rate:g} is above {most:g}, ten times the largest that is usual; training would most likely diverge "
         "or unlearn",
-        fix=f'write a usual rate: {usual}; or "2e-4" if a sign or a zero was lost',
-        changes={_RATE: None},
+        fix=f"write a usual rate: {usual}" + ("" if is_sgd else '; or "2e-4" if a sign or a zero was lost'),
+        changes={_RATE: _USUAL_SGD_RATE if is_sgd else None},
     )
 
 

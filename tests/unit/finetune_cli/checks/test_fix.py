@@ -134,7 +134,23 @@ def test_what_a_person_has_to_weigh_stays_and_is_told() -> None:
     assert result.exit_code == 0
     assert method in result.stdout
     assert result.stderr == "fixed tuned: spec.training.epochs removed (epochs-or-max-steps)\n"
-    assert {"method-in-one-unit", "credentials-without-tls", "hub-source-without-revision"} == NEEDING_HUMANS
+    assert {
+        "method-in-one-unit",
+        "credentials-without-tls",
+        "hub-source-without-revision",
+        "learning-rate-unusual",
+    } == NEEDING_HUMANS
+
+
+@pytest.mark.parametrize("training", [{"learningRate": "0.05"}, {"learningRate": "200", "optimizer": "SGD"}])
+def test_a_rate_that_may_be_meant_stays(training: dict[str, str]) -> None:
+    document = yaml.safe_load(ACCEPTED)
+    document["spec"]["training"] |= training
+    text = yaml.dump(document, Dumper=Quoted)
+    result = run("--fix", stdin=text)
+    assert (result.stdout, result.exit_code) == (text, 0)
+    ((finding,),) = (verdict.findings for verdict in validate(text).verdicts)
+    assert finding.rule == "learning-rate-unusual"
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,28 @@ def test_a_missing_right_is_named(run: Run, server: ApiServer, denied: tuple[str
     assert (done.exit_code, said in " ".join(done.output.split())) == (code, True), done.output
 
 
+@pytest.mark.parametrize(
+    ("gpu", "denied", "said"),
+    [
+        ({}, False, 'patch: {"spec": {"training": {"microBatchSize": 2}}}'),
+        ({"gpu": {"resourceName": "nvidia.com/gpu"}}, False, "No setting of the job takes less of this pod's memory"),
+        ({}, True, "unseen: its profile: you may not get finetuneprofiles"),
+    ],
+)
+def test_a_patch_for_host_memory_depends_on_the_profile(
+    run: Run, server: ApiServer, gpu: dict[str, Any], denied: bool, said: str
+) -> None:
+    job = copy.deepcopy(objects.FAILED)
+    job["status"]["attempts"][-1] |= {"failure": "HostOutOfMemory", "hint": "", "evidence": []}
+    server.put(JOBS, job)
+    server.put(PROFILES, {"metadata": {"name": "default"}, "spec": {"trainerImage": "trainer:1", **gpu}})
+    if denied:
+        server.denied = {("get", "finetuneprofiles")}
+    done = run("explain job/failed")
+    assert (done.exit_code, said in " ".join(done.output.split())) == (0, True), done.output
+    assert ("patch: " in done.output) == (not gpu and not denied)
+
+
 def test_a_bundle_holds_what_is_known_and_no_secret(run: Run, tmp_path: Path) -> None:
     assert run("bundle failed -o bundle.tar.gz").exit_code == 0
     with tarfile.open(tmp_path / "bundle.tar.gz") as archive:

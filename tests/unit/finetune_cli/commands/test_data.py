@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from finetune_cli.app import app
 from finetune_cli.checks.validate import validate
 from finetune_cli.commands.data import FirstRecords, look_at
 from finetune_cli.exit_codes import LocalError
@@ -247,6 +249,50 @@ def test_a_mistyped_path_of_claims_is_told(claims, arguments, said):
     done = finetune(claims, "validate", "-f", "JOB", *arguments)
     assert done.returncode == 2
     assert said in " ".join(done.stderr.split())
+
+
+REFUSED = yaml.safe_dump({**MANIFEST, "spec": {**MANIFEST["spec"], "training": {"maxSteps": 10, "learningRate": "0"}}})
+
+
+@pytest.mark.parametrize(
+    ("text", "claim", "code", "shown", "told"),
+    [
+        # A job that is refused names its claims, too.
+        (REFUSED, "data", 1, "error: learning-rate-zero", ""),
+        (f"{REFUSED}---\n{manifest(source='pvc://sets/a.jsonl')}", "data", 1, "error: learning-rate-zero", ""),
+        # What cannot be read may name any.
+        (REFUSED.replace("learningRate", "lerningRate"), "dta", 2, "error: unreadable", ""),
+        (f"{manifest()}---\n{REFUSED.replace('maxSteps', 'steps')}", "dta", 2, "error: unreadable", ""),
+        (REFUSED, "dta", 2, "error: learning-rate-zero", "--claim dta: the job names no such claim; it names models, data"),
+        (manifest(), "dta", 2, "tuned: accepted", "--claim dta: the job names no such claim; it names models, data"),
+    ],
+)
+def test_what_the_rules_say_is_shown_whatever_is_wrong_with_the_claims(claims, text, claim, code, shown, told):
+    given = ["--claims", str(claims), "--claim", f"{claim}={claims}/data"]
+    result = CliRunner().invoke(app, ["validate", "-", *given], input=text)
+    assert result.exit_code == code, result.output
+    assert shown in result.stdout
+    assert told in " ".join(result.stderr.split())
+    assert ("no such claim" in result.stderr) == bool(told)
+
+
+def test_a_job_whose_claims_are_elsewhere_hides_no_other(claims):
+    (claims / "data/train.jsonl").write_text("{\n")
+    other = {**MANIFEST, "metadata": {"name": "other"}, "spec": {**MANIFEST["spec"], "model": {"source": "pvc://far/base"}}}
+    other["spec"]["data"] = {**MANIFEST["spec"]["data"], "source": "pvc://sets/train.jsonl"}
+    text = f"{yaml.safe_dump(other)}---\n{manifest()}"
+    result = CliRunner().invoke(app, ["validate", "-", "--claims", str(claims)], input=text)
+    assert result.exit_code == 1, result.output
+    assert "FineTuneJob other: accepted" in result.stdout
+    assert "error: data-record-invalid" in result.stdout
+    for field, claim in (("spec.model.source", "far"), ("spec.data.source", "sets")):
+        said = f"other: {field}: claim {claim} is the directory {claims}/{claim}, which does not exist, so it is not looked at"
+        assert said in " ".join(result.stderr.split())
+    # If nothing is there of any job, the place is wrong.
+    result = CliRunner().invoke(app, ["validate", "-", "--claims", "/nosuch"], input=text)
+    assert result.exit_code == 2
+    assert "spec.model.source: claim far is the directory /nosuch/far, which does not exist; say" in result.stderr
+    assert "FineTuneJob other: accepted" in result.stdout
 
 
 def test_validate_names_the_claims_that_it_did_not_look_at(claims):

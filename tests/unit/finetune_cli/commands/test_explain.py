@@ -14,9 +14,12 @@ from typer.testing import CliRunner
 from finetune_cli.app import app
 from finetune_cli.checks.cluster import CheckId
 from finetune_cli.commands.explain import explain
+from finetune_cli.corrections import other_tools
+from finetune_cli.corrections.without_value import answer_without_value
 from finetune_cli.render.explanations import explained_text
 from finetune_job.catalogue.book import ENTRIES
 from finetune_job.failures import EXIT_CODES, FailureClass
+from finetune_job.fields import all_fields
 from finetune_job.names import Role
 from finetune_job.reasons import AttemptOutcome, ConditionType, Phase, Reason
 from finetune_job.rules.book import RULES
@@ -106,6 +109,14 @@ def test_a_rule_is_explained_with_its_evidence():
         ("varlen", ("varlen: value of spec.model.attention",)),
         ("Alpaca", ("Alpaca: value of spec.data.mapping.preset",)),
         ("bfloat16", ("value of spec.model.dtype", "spec.merge.dtype")),
+        # Names of fields, of conditions and of rules may be values, too.
+        ("LoRA", ("spec.method.lora: field of FineTuneJob", "LoRA: value of spec.method.type means: How the model is trained")),
+        ("Completion", ("completion: field of FineTuneJob", "Completion: value of spec.data.lossOn")),
+        ("Text", ("text: field of FineTuneJob", "Text: value of spec.data.format")),
+        ("Keep", ("spec.checkpoint.keep: field of FineTuneJob", "Keep: value of spec.workspace.retain")),
+        ("run", ("spec.run: field of FineTuneJob", "Run: value of spec.preflight.rehearsal")),
+        ("Trained", ("Trained: condition", "Trained: value of spec.merge.base means:")),
+        ("LOCAL_STATE_DICT", ("local-state-dict: ", "value of spec.parallelism.fsdp.stateDictType")),
         ("ChatML", ("ChatML: chat template", "A value of spec.data.chatTemplate: turns between <|im_start|>")),
         ("137", ("137: end of a container", "HostOutOfMemory if the kubelet says OOMKilled")),
         ("143", ("143: end of a container", "Preempted")),
@@ -117,6 +128,48 @@ def test_a_rule_is_explained_with_its_evidence():
 def test_other_words_are_explained(word, parts):
     shown = explained(word)
     assert [part for part in parts if part not in shown] == []
+
+
+SETTINGS = {
+    "load_in_4bit": "For load_in_4bit: true, write spec.method.type: QLoRA, which packs the base in 4 bits. For load_in_4bit: "
+    "false, remove it: only QLoRA and QDoRA pack the base.",
+    "torch_compile": "For torch_compile: true, write spec.training.compile: true. For torch_compile: false, write "
+    "spec.training.compile: false.",
+    "use_gradient_checkpointing": "For use_gradient_checkpointing: true, write spec.training.activationCheckpointing: Full. For "
+    "use_gradient_checkpointing: false, write spec.training.activationCheckpointing: None.",
+    "fp16": "For fp16: true, write spec.training.precision: bf16, which needs no loss scaling; float16 is not offered. For fp16: "
+    "false, remove it: float16 is never computed with.",
+    "bf16": "For bf16: true, write spec.training.precision: bf16. For bf16: false, write spec.training.precision: fp32.",
+    "gradient_accumulation_steps": "Write microBatchSize x ranks x this number in spec.training.globalBatchSize: accumulation "
+    "follows from it.",
+    "num_warmup_steps": 'Write the share of all steps in spec.training.warmupRatio, such as "0.03".',
+    "report_to": "For report_to: wandb, write spec.training.trackers: [wandb]. For report_to: none, remove it: nothing is "
+    "reported to a tracker unless spec.training.trackers names one.",
+    "lr_scheduler": "For lr_scheduler: cosine, write spec.training.scheduler: Cosine. For lr_scheduler: linear, write "
+    "spec.training.scheduler: Linear.",
+    "lora_r": "Write spec.method.lora.r.",
+    "logging_steps": "Remove it: every step is logged.",
+}
+"""Of other tools: a switch, a number, a word, and what is the same whatever it is."""
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_of_another_tool_is_explained_without_a_value(name):
+    meanings = json.loads(run(name, "-o", "json").output)["meanings"]
+    assert [each["meaning"] for each in meanings if each["kind"] == "setting of other tools"] == [SETTINGS[name]]
+
+
+PROBES = (True, False, 8, "word", ["a"])
+
+
+def test_no_explanation_of_a_setting_takes_a_value_that_nobody_has_named():
+    for names, _ in other_tools._ROWS:
+        for name in names:
+            said, fixes = answer_without_value(name), {other_tools.answer(name, value, {}).fix for value in PROBES}
+            assert said.endswith(".")
+            by_value = f"For {name}: " in said or said in (SETTINGS["gradient_accumulation_steps"], SETTINGS["num_warmup_steps"])
+            assert (len(fixes) > 1) <= by_value, (name, fixes)
+            assert not {"None", "False", "True"} & set(said.replace("activationCheckpointing: None", "").split()), said
 
 
 def test_every_word_that_the_product_prints_is_explained():
@@ -137,6 +190,12 @@ def test_every_word_that_the_product_prints_is_explained():
     words += sorted(fields_of_the_crds())
     assert len(words) > 500
     assert [word for word in words if word.rpartition("/")[2] not in explained_text(explain(word))] == []
+
+
+def test_every_value_of_a_field_is_explained_as_one():
+    values = {value: field.path for field in all_fields() for value in field.values if field.path.startswith("spec.")}
+    assert len(values) > 100
+    assert [value for value, path in values.items() if f"{value}: value of " not in explained_text(explain(value))] == []
 
 
 def fields_of_the_crds() -> set[str]:

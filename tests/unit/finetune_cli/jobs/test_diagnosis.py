@@ -13,7 +13,7 @@ import pytest
 from finetune_cli.checks.validate import validate_files
 from finetune_cli.jobs.diagnosis import Diagnosis, diagnose
 from finetune_cli.jobs.next_manifest import fork_of, parse_change
-from finetune_cli.jobs.patches import merge_patch, patch_for
+from finetune_cli.jobs.patches import NO_PATCH, merge_patch, patch_for
 from finetune_cli.jobs.seen import seen_event, seen_job, seen_pod
 from finetune_job.failures import FailureClass
 from tests.unit.finetune_cli.jobs import objects
@@ -47,7 +47,6 @@ def test_every_failure_class_has_a_reason_an_advice_and_a_patch_that_is_accepted
     assert len(found.reason) > len(f"train failed: it was {failure}. ") + 10, "the class's meaning is told"
     assert found.word == failure
     assert found.advice[-1].startswith("A job that has failed stays failed")
-    # Nothing is advised where a queue or a node took the pod: the job is tried again by itself.
     assert len(found.advice) > 1
     # The command is run as a shell would, up to what goes to the cluster.
     (command,) = found.commands
@@ -85,23 +84,22 @@ EXPECTED: dict[str, Document | str] = {
     "UserModel": "No setting makes a wrong model right: correct its files, or name another.",
     "NonFinite": {"training": {"learningRate": "0.0001"}},
     "DeviceOutOfMemory": {"training": {"microBatchSize": 2}},
-    "DeviceFault": "No setting repairs a device: the job is tried again by itself, and a node that is cordoned is not "
-    "used for it.",
-    "HostOutOfMemory": {"training": {"microBatchSize": 2}},
+    "DeviceFault": "No setting repairs a device: a node that is cordoned is not used again.",
+    "HostOutOfMemory": "No setting of the job takes less of this pod's memory, which its profile gives it.",
     "DiskFull": "No setting writes less: enlarge the claim, or make room on it.",
     "Collective": "No setting repairs the network, and most often another rank failed first: its log says why.",
     "Stalled": {"training": {"stepTimeoutSeconds": 3600}},
-    "SourceUnavailable": "No setting has a source answer: the fetch is tried again by itself.",
+    "SourceUnavailable": "No setting has a source answer.",
     "DestinationRefused": "Whether the destination, its Secret or what it holds is to change only its answer says.",
-    "DestinationUnavailable": "No setting has a destination answer: the upload is continued by itself.",
+    "DestinationUnavailable": "No setting has a destination answer.",
     "CheckpointInvalid": "No setting makes a checkpoint whole: a new job begins without one, from the base model.",
     "PlanMismatch": "The spec is not at fault: a new job gets a plan of its own.",
     "VerificationFailed": "No setting makes a merged model right: verification.json says what differs, and the adapter is kept.",
     "Preempted": {"checkpoint": {"adaptive": True}},
     "Infrastructure": {"checkpoint": {"adaptive": True}},
     "NodeLost": {"checkpoint": {"adaptive": True}},
-    "Rejected": "No setting makes room on a node: the pod is made again by itself.",
-    "ImagePull": "The image is the profile's, and no setting changes it: the pull is tried again by itself.",
+    "Rejected": "No setting makes room on a node.",
+    "ImagePull": "The image is the profile's, and no setting changes it.",
     "Mount": "No setting makes what is missing: create it; only a name that is wrong is corrected in a new job.",
     "Admission": "The pods are made as their profile says, which no setting of the job changes.",
     "Internal": "Nothing is known of which setting could help: the exception and the log say what happened.",
@@ -120,6 +118,22 @@ def test_each_failure_class_has_its_patch_or_the_reason_why_there_is_none(failur
         assert not set(found.advice) & {each for each in EXPECTED.values() if isinstance(each, str)}
 
 
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        ("Preempted", "Nothing is wrong with the job."),
+        ("Infrastructure", "No setting keeps a pod on a node."),
+        ("NodeLost", "No setting brings a node back."),
+    ],
+)
+def test_a_job_that_has_ended_is_not_said_to_be_tried_again(failure: str, said: str) -> None:
+    document = failed_with(failure)
+    document["spec"]["checkpoint"] = {"adaptive": True}
+    assert said in diagnose(seen_job(document), objects.NOW).advice
+    # The reasons are told of jobs that have failed or wait for a human, and of no other.
+    assert [text for text in NO_PATCH.values() if "by itself" in text] == []
+
+
 def full(**spec: Any) -> Document:
     """Trained with the least memory that batches leave."""
     document = failed_with("DeviceOutOfMemory", microBatchSize=1, activationCheckpointing="Full")
@@ -133,7 +147,7 @@ def full(**spec: Any) -> Document:
         ("DeviceOutOfMemory", full(), "train", {"data": {"maxSequenceLength": 1024}}),
         ("DeviceOutOfMemory", full(data={"maxSequenceLength": 700}), "train", {"data": {"maxSequenceLength": 350}}),
         ("DeviceOutOfMemory", full(data={"maxSequenceLength": 511}), "train", None),
-        ("HostOutOfMemory", full(), "train", {"data": {"maxSequenceLength": 1024}}),
+        ("HostOutOfMemory", full(), "train", None),
         ("HostOutOfMemory", full(checkpoint={"asynchronous": True}), "train", {"checkpoint": {"asynchronous": False}}),
         ("HostOutOfMemory", full(checkpoint={"asynchronous": True}), "merge", None),
         ("DiskFull", full(checkpoint={"keep": 5}), "train", {"checkpoint": {"keep": 2}}),
@@ -153,6 +167,24 @@ def test_a_patch_is_of_the_setting_that_is_left(failure: str, document: Document
     assert patch_for(FailureClass(failure), seen_job(document), role) == (None if patch is None else {"spec": patch})
 
 
+@pytest.mark.parametrize(
+    ("profile", "training", "patch"),
+    [
+        ({"spec": {"trainerImage": "a"}}, {"microBatchSize": 4}, {"training": {"microBatchSize": 2}}),
+        ({"spec": {}}, {"microBatchSize": 1}, {"training": {"activationCheckpointing": "Full"}}),
+        # With GPUs, what these settings save is memory of the device.
+        ({"spec": {"gpu": {"resourceName": "nvidia.com/gpu"}}}, {"microBatchSize": 4}, None),
+        ({"spec": {"gpu": {}}}, {"microBatchSize": 4}, None),
+        (None, {"microBatchSize": 4}, None),
+    ],
+)
+def test_a_host_needs_less_memory_for_less_only_where_ranks_compute_on_its_cores(
+    profile: Document | None, training: Document, patch: Document | None
+) -> None:
+    job = seen_job(failed_with("HostOutOfMemory", **training)).with_profile(profile)
+    assert diagnose(job, objects.NOW).patch == (None if patch is None else {"spec": patch})
+
+
 def test_a_training_that_was_given_up_has_its_patch_for_a_new_job() -> None:
     document = failed_with("NodeLost")
     document["status"]["conditions"] = objects.stages(4, objects.condition("Stalled", "True", "RestartsExhausted", "6 times."))
@@ -165,7 +197,7 @@ def test_a_training_that_was_given_up_has_its_patch_for_a_new_job() -> None:
     document["spec"]["checkpoint"] = {"adaptive": True}
     found = diagnose(seen_job(document), objects.NOW)
     assert (found.patch, found.commands) == (None, ("finetune retry failed -n team",))
-    assert "No setting brings a node back: the job is tried again by itself, from its newest checkpoint." in found.advice
+    assert "No setting brings a node back." in found.advice
 
 
 def test_a_patch_starts_from_what_the_plan_chose() -> None:

@@ -336,6 +336,18 @@ def test_the_finding_is_as_written_down(rule):
             {"method.type": "LoHa", "method.lora": None, "method.settings": {"r": 1, "alpha": 65536}, RATE: "2e-4"},
             (W, "method.settings", {"method.settings.alpha": None}),
         ),
+        # Twice the rank is 8192, which the pattern divides by 1.
+        ("steps-too-large", lora(r=4096, rankPattern={"q_proj": 1}), none(LORA + "rankPattern", W)),
+        ("steps-too-large", lora(r=2560, rankPattern={"q_proj": 1}), none(LORA + "rankPattern", W)),
+        # The alpha that is left is over PEFT's rank of 1 still: 8 x 0.5.
+        (
+            "steps-too-large",
+            settings("LoHa", r=1, alpha=65536) | {RATE: "0.5"},
+            (W, RATE, {RATE: None, "method.settings.alpha": None}),
+        ),
+        # A rate that is left open is one for Adam.
+        ("learning-rate-unusual", SGD | {RATE: "101"}, (W, RATE, {RATE: "0.01"})),
+        ("learning-rate-unusual", FULL | {RATE: "0.05"}, none(RATE, W)),
         ("steps-too-large", lora(loraPlusRatio="1000") | {RATE: "2e-3"}, none(RATE, W)),
         ("steps-too-large", lora(loraPlusRatio="10000") | {RATE: "2e-4"}, none(LORA + "loraPlusRatio", W)),
         # Neither fix may ask for what the other one speaks against.
