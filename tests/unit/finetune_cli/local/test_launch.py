@@ -241,7 +241,10 @@ def test_a_terminal_that_is_gone_is_not_written_to():
 def test_a_hang_up_is_told_where_the_terminal_is_still_there():
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", WRITES_AFTERWARDS]
+    # What runs the tests may ignore the signal, as nohup has it do.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    signal.signal(signal.SIGHUP, before)
     os.close(theirs)
     shown = os.read(ours, 1024)
     assert shown.startswith(b"ready")
