@@ -17,7 +17,7 @@ from finetune_job.api.documentation import member_docs
 from finetune_job.api.status import Attempt, Condition
 from finetune_job.conditions import find_condition
 from finetune_job.failures import FailureClass
-from finetune_job.names import Role
+from finetune_job.names import Role, workspace_folder
 from finetune_job.reasons import AttemptOutcome, ConditionType, Reason
 from finetune_operator.decide.restart_policy import POLICY, Retry
 
@@ -114,6 +114,15 @@ def _failed(job: SeenJob) -> Diagnosis:
     )
 
 
+def _room_for_new_job(job: SeenJob, failure: FailureClass) -> list[str]:
+    """A claim that is full of this job is too small for another one beside it."""
+    claim = documents.text(job.spec, "workspace", "claimName")
+    if failure is not FailureClass.DISK_FULL or not claim:
+        return []
+    folder = workspace_folder(job.name, job.uid)
+    return [f"Before a new job writes to the same claim, remove the folder {folder} of claim {claim}: it holds this job's files."]
+
+
 _STAYS_FAILED = "A job that has failed stays failed: make a new one of it."
 
 
@@ -123,7 +132,8 @@ def _named(job: SeenJob) -> str:
 
 def _new_job(job: SeenJob, patch: Patch | None) -> str:
     changes = "".join(f" --set {shlex.quote(each)}" for each in assignments(patch or {}, ""))
-    return f"finetune fork {_named(job)}{changes} | finetune submit -"
+    # The manifest names no namespace, and the context's may be another.
+    return f"finetune fork {_named(job)}{changes} | finetune submit - -n {shlex.quote(job.namespace)}"
 
 
 def _stalled(job: SeenJob, fixes: Patch | None) -> Diagnosis:
@@ -139,7 +149,7 @@ def _stalled(job: SeenJob, fixes: Patch | None) -> Diagnosis:
         evidence += _attempt_evidence(attempt)
         advice += [attempt.hint or POLICY[failure].advice]
         patch = patch or patch_for(failure, job, attempt.role)
-        advice += [NO_PATCH[failure]] if patch is None else []
+        advice += [NO_PATCH[failure]] if patch is None else _room_for_new_job(job, failure)
         commands += [_new_job(job, patch)] if patch is not fixes else []
     if job.started is not None:
         advice.append("After that, try it again.")
