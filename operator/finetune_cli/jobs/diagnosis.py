@@ -139,10 +139,12 @@ def _new_job(job: SeenJob, patch: Patch | None) -> str:
 def _stalled(job: SeenJob, fixes: Patch | None) -> Diagnosis:
     stalled = find_condition(job.status.conditions, ConditionType.STALLED)
     reason, message = (stalled.reason, stalled.message) if stalled is not None else ("", "")
-    errors = [each for each in job.status.findings if each.severity == "error"]
+    attempt, patch = last_failure(job), fixes
+    # The operator also tells as a finding, of no field, what the attempt ended with.
+    of_attempt = f"{attempt.role}/{attempt.failure}" if attempt is not None else ""
+    errors = [each for each in job.status.findings if each.severity == "error" and each.rule != of_attempt]
     evidence = [f"{each.rule}: {each.field} is {each.value or 'not set'}. {each.message}" for each in errors]
     advice = [each.fix for each in errors if each.fix]
-    attempt, patch = last_failure(job), fixes
     commands = []
     if attempt is not None and not errors:
         failure = attempt.failure or FailureClass.UNKNOWN

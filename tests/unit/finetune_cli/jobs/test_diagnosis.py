@@ -175,11 +175,20 @@ def test_a_patch_is_of_the_setting_that_is_left(failure: str, document: Document
     assert patch_for(FailureClass(failure), seen_job(document), role) == (None if patch is None else {"spec": patch})
 
 
+def given_up(failure: str) -> Document:
+    """As the operator says that a training waits for a human."""
+    document = failed_with(failure)
+    document["status"]["conditions"] = objects.stages(4, objects.condition("Stalled", "True", "TrainStopped", "6 times."))
+    finding = {"rule": f"train/{failure}", "severity": "error", "message": "It was lost.", "fix": "Look.", "source": "train"}
+    document["status"]["findings"] = [finding]
+    return document
+
+
 def test_a_training_that_was_given_up_has_its_patch_for_a_new_job() -> None:
-    document = failed_with("NodeLost")
-    document["status"]["conditions"] = objects.stages(4, objects.condition("Stalled", "True", "RestartsExhausted", "6 times."))
+    document = given_up("NodeLost")
     found = diagnose(seen_job(document), objects.NOW)
     assert found.patch == {"spec": {"checkpoint": {"adaptive": True}}}
+    assert not any("is not set" in each for each in found.evidence)
     assert found.commands == (
         "finetune retry failed -n team",
         "finetune fork failed -n team --set spec.checkpoint.adaptive=true | finetune submit - -n team",
@@ -192,8 +201,7 @@ def test_a_training_that_was_given_up_has_its_patch_for_a_new_job() -> None:
 
 @pytest.mark.parametrize("keep", [5, 2])
 def test_room_is_made_before_a_new_job_writes_to_the_claim_that_is_full(keep: int) -> None:
-    document = failed_with("DiskFull")
-    document["status"]["conditions"] = objects.stages(4, objects.condition("Stalled", "True", "RestartsExhausted", "6 times."))
+    document = given_up("DiskFull")
     document["spec"]["checkpoint"] = {"keep": keep}
     folder = f"failed-{document['metadata']['uid'][:8]}"
     said = f"Before a new job writes to the same claim, remove the folder {folder} of claim work: it holds this job's files."
