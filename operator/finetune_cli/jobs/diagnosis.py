@@ -145,19 +145,23 @@ def _stalled(job: SeenJob, fixes: Patch | None) -> Diagnosis:
     errors = [each for each in job.status.findings if each.severity == "error" and each.rule != of_attempt]
     evidence = [f"{each.rule}: {each.field} is {each.value or 'not set'}. {each.message}" for each in errors]
     advice = [each.fix for each in errors if each.fix]
-    commands = []
+    commands: list[str] = []
+    of_new_job: list[str] = []
     if attempt is not None and not errors:
         failure = attempt.failure or FailureClass.UNKNOWN
         evidence += _attempt_evidence(attempt)
         advice += [attempt.hint or POLICY[failure].advice]
         patch = patch or patch_for(failure, job, attempt.role)
-        advice += [NO_PATCH[failure]] if patch is None else _room_for_new_job(job, failure)
-        commands += [_new_job(job, patch)] if patch is not fixes else []
+        advice += [NO_PATCH[failure]] if patch is None else []
+        if patch is not fixes:
+            commands.append(_new_job(job, patch))
+            of_new_job = _room_for_new_job(job, failure)
     if job.started is not None:
         advice.append("After that, try it again.")
         commands.insert(0, f"finetune retry {_named(job)}")
     else:
         advice.append("Change the spec of this job, which has not started: it is judged again at once.")
+    advice += of_new_job
     if fixes is not None:
         text = shlex.quote(json.dumps(fixes, separators=(",", ":")))
         commands.append(f"kubectl patch finetunejob {_named(job)} --type merge -p {text}")
