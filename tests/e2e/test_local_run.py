@@ -425,8 +425,9 @@ def advised(document: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, list
     """What `finetune explain job/quickstart` says then: the patch, and the changes of its command."""
     found = diagnose(seen_job(document), datetime.now(UTC))
     (command,) = found.commands
-    assert command.endswith(" | finetune submit - -n team")
-    words = shlex.split(command.partition(" | ")[0])
+    fork, submit = command.split(" | ")
+    assert submit.startswith("finetune submit - -n ")
+    words = shlex.split(fork)
     return found.patch, [parse_change(value) for option, value in pairwise(words) if option == "--set"]
 
 

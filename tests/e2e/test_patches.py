@@ -232,12 +232,12 @@ def test_a_small_claim_of_the_job(scene: Scene) -> None:
     directory = small_volume(scene, f"{scene.name}-small", 40, scene.name)
     small_volume(scene, f"{scene.name}-large", 1024, scene.name)
     workspace = {"volumeClaimTemplate": {"storage": "40Mi", "storageClassName": scene.name, "accessMode": "ReadWriteMany"}}
-    scene.at_the_end(lambda: scene.kubectl("delete", "pvc", workspace_claim_name(scene.name), "--ignore-not-found"))
+    claims = [workspace_claim_name(name) for name in (scene.name, f"{scene.name}-2")]
+    scene.at_the_end(lambda: scene.kubectl("delete", "pvc", *claims, "--ignore-not-found"))
     scene.start(SPEC | {"training": MANY_STEPS, "workspace": workspace})
     fill(scene, directory, mebibytes_left=1)
     text = explained(scene, "DiskFull", "Stalled")
     with forked(scene, text, "spec.workspace.volumeClaimTemplate.storage=1Gi") as fork:
-        fork.at_the_end(lambda: fork.kubectl("delete", "pvc", workspace_claim_name(fork.name), "--ignore-not-found"))
         assert_succeeds(fork)
 
 
