@@ -336,12 +336,12 @@ class _Estimator:
         return Term("ordered sum", 4 * (rounds * values + exchanged), "of the gradients of all ranks, as float32")
 
     def _snapshot(self) -> int:
-        return self.kept.trained_elements + self._state_bytes()
+        """A checkpoint that is waited for is written without one."""
+        return self.kept.trained_elements + self._state_bytes() if self.plan.checkpoint.asynchronous else 0
 
     def _process(self) -> list[Term]:
-        copies = self._snapshot() * (1 if self.plan.checkpoint.asynchronous else 0)
         return [
-            Term("checkpoint snapshot", copies, "a copy that is written while training continues"),
+            Term("checkpoint snapshot", self._snapshot(), "a copy that is written while training continues"),
             Term("process", HOST_BASE_BYTES, "Python, torch and their libraries (assumed)"),
         ]
 
@@ -349,7 +349,7 @@ class _Estimator:
         if not self.work.on_gpu:
             return ()
         offloaded = self._shards() if self.plan.parallelism.fsdp.offload_params and self.is_sharded else []
-        snapshot = Term("checkpoint snapshot", self._snapshot(), "pinned; the copy that checkpoints are written from")
+        snapshot = Term("checkpoint snapshot", self._snapshot(), "pinned; the copy that is written while training continues")
         loaded = Term("base while it is loaded", self._read_whole(), WHOLE_BASE)
         base = Term("process", HOST_BASE_BYTES, "Python, torch and their libraries (assumed)")
         # The base has gone to the device, and its shards are where they stay, before the first checkpoint.

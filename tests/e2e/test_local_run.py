@@ -400,7 +400,7 @@ def test_a_manifest_is_needed(tmp_path: Path) -> None:
 FAILED = {
     "DeviceOutOfMemory": ("training", {"microBatchSize": 4}, {"microBatchSize": 2}),
     "DeviceOutOfMemory, one record at a time": ("training", {"microBatchSize": 1}, {"activationCheckpointing": "Full"}),
-    "NonFinite": ("training", {"learningRate": "2e-2"}, {"learningRate": "0.01"}),
+    "NonFinite": ("training", {"learningRate": "3e-4"}, {"learningRate": "0.00015"}),
     "Stalled": ("training", {"stepTimeoutSeconds": 60}, {"stepTimeoutSeconds": 120}),
     "DiskFull": ("checkpoint", {"keep": 6}, {"keep": 2}),
 }
@@ -425,8 +425,9 @@ def advised(document: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, list
     """What `finetune explain job/quickstart` says then: the patch, and the changes of its command."""
     found = diagnose(seen_job(document), datetime.now(UTC))
     (command,) = found.commands
-    assert command.endswith(" | finetune submit -")
-    words = shlex.split(command.partition(" | ")[0])
+    fork, submit = command.split(" | ")
+    assert submit.startswith("finetune submit - -n ")
+    words = shlex.split(fork)
     return found.patch, [parse_change(value) for option, value in pairwise(words) if option == "--set"]
 
 
@@ -469,7 +470,7 @@ def test_a_fork_with_the_advised_patch_begins_with_a_checkpoint_of_the_job(input
     fork = fork_of(document, "quickstart-2", [*advised(document)[1], *start_changes(document, 2)])
     plan = run_document(claims, fork)
     assert plan["training"]["start_from"]["path"] == "quickstart-local/checkpoints/step-0000000002"
-    assert str(plan["training"]["learning_rate"]) == "0.01"
+    assert str(plan["training"]["learning_rate"]) == "0.00015"
     before, after = (history(claims, name) for name in ("quickstart", "quickstart-2"))
     assert after[0] < before[0], "the same batch as that of the first step, of which the base model knew nothing"
 

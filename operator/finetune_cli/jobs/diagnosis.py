@@ -17,7 +17,7 @@ from finetune_job.api.documentation import member_docs
 from finetune_job.api.status import Attempt, Condition
 from finetune_job.conditions import find_condition
 from finetune_job.failures import FailureClass
-from finetune_job.names import Role
+from finetune_job.names import Role, workspace_folder
 from finetune_job.reasons import AttemptOutcome, ConditionType, Reason
 from finetune_operator.decide.restart_policy import POLICY, Retry
 
@@ -114,6 +114,15 @@ def _failed(job: SeenJob) -> Diagnosis:
     )
 
 
+def _room_for_new_job(job: SeenJob, failure: FailureClass) -> list[str]:
+    """A claim that is full of this job is too small for another one beside it."""
+    claim = documents.text(job.spec, "workspace", "claimName")
+    if failure is not FailureClass.DISK_FULL or not claim:
+        return []
+    folder = workspace_folder(job.name, job.uid)
+    return [f"Before a new job writes to the same claim, remove the folder {folder} of claim {claim}: it holds this job's files."]
+
+
 _STAYS_FAILED = "A job that has failed stays failed: make a new one of it."
 
 
@@ -123,29 +132,36 @@ def _named(job: SeenJob) -> str:
 
 def _new_job(job: SeenJob, patch: Patch | None) -> str:
     changes = "".join(f" --set {shlex.quote(each)}" for each in assignments(patch or {}, ""))
-    return f"finetune fork {_named(job)}{changes} | finetune submit -"
+    # The manifest names no namespace, and the context's may be another.
+    return f"finetune fork {_named(job)}{changes} | finetune submit - -n {shlex.quote(job.namespace)}"
 
 
 def _stalled(job: SeenJob, fixes: Patch | None) -> Diagnosis:
     stalled = find_condition(job.status.conditions, ConditionType.STALLED)
     reason, message = (stalled.reason, stalled.message) if stalled is not None else ("", "")
-    errors = [each for each in job.status.findings if each.severity == "error"]
+    attempt, patch = last_failure(job), fixes
+    # The operator also tells as a finding, of no field, what the attempt ended with.
+    of_attempt = f"{attempt.role}/{attempt.failure}" if attempt is not None else ""
+    errors = [each for each in job.status.findings if each.severity == "error" and each.rule != of_attempt]
     evidence = [f"{each.rule}: {each.field} is {each.value or 'not set'}. {each.message}" for each in errors]
     advice = [each.fix for each in errors if each.fix]
-    attempt, patch = last_failure(job), fixes
-    commands = []
+    commands: list[str] = []
+    of_new_job: list[str] = []
     if attempt is not None and not errors:
         failure = attempt.failure or FailureClass.UNKNOWN
         evidence += _attempt_evidence(attempt)
         advice += [attempt.hint or POLICY[failure].advice]
         patch = patch or patch_for(failure, job, attempt.role)
         advice += [NO_PATCH[failure]] if patch is None else []
-        commands += [_new_job(job, patch)] if patch is not fixes else []
+        if patch is not fixes:
+            commands.append(_new_job(job, patch))
+            of_new_job = _room_for_new_job(job, failure)
     if job.started is not None:
         advice.append("After that, try it again.")
         commands.insert(0, f"finetune retry {_named(job)}")
     else:
         advice.append("Change the spec of this job, which has not started: it is judged again at once.")
+    advice += of_new_job
     if fixes is not None:
         text = shlex.quote(json.dumps(fixes, separators=(",", ":")))
         commands.append(f"kubectl patch finetunejob {_named(job)} --type merge -p {text}")

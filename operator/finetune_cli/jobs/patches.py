@@ -9,16 +9,20 @@ from typing import Any
 from finetune_cli.jobs import documents
 from finetune_cli.jobs.seen import SeenJob
 from finetune_job.api.inputs import DataSpec
+from finetune_job.api.method import MethodType
 from finetune_job.api.pod_settings import quantity_bytes
-from finetune_job.api.training import ActivationCheckpointing, CheckpointSpec, TrainingSpec
+from finetune_job.api.training import ActivationCheckpointing, CheckpointSpec, OptimizerName, TrainingSpec
 from finetune_job.failures import FailureClass
 from finetune_job.names import Role
+from finetune_job.plan.resolve_training import USUAL_LEARNING_RATES
 
 Patch = dict[str, Any]
-_MOST_TIMEOUT_SECONDS = 86_400
+_MOST_TIMEOUT_SECONDS, _MOST_DEADLINE_SECONDS = 86_400, 604_800
 """The API takes no more."""
 _SLOWER = 0.5
-"""What a learning rate that diverged is multiplied by."""
+"""What a learning rate that diverged is at least multiplied by."""
+_USUAL_SGD_RATE = 0.01
+_WRITES_TO_WORKSPACE = (Role.FETCH, Role.PREFLIGHT, Role.TRAIN)
 _SHORTEST_SEQUENCE = 256
 """Tokens; below it few records would be left."""
 
@@ -38,16 +42,11 @@ def patch_for(failure: FailureClass, job: SeenJob, role: str) -> Patch | None:
             # With GPUs, activations are in the memory of the device.
             return _less_memory(job) if job.is_on_cpu else None
         case FailureClass.NON_FINITE:
-            rate = _effective(job, "learningRate")
-            number = documents.decimal(rate) if isinstance(rate, str) else None
-            if number is not None and number > 0:
-                return {"spec": {"training": {"learningRate": f"{number * _SLOWER:.6g}"}}}
+            return _lower_rate(job)
         case FailureClass.STALLED:
-            seconds = documents.number(job.spec, "training", "stepTimeoutSeconds") or TrainingSpec().step_timeout_seconds
-            longer = min(2 * seconds, _MOST_TIMEOUT_SECONDS)
-            return {"spec": {"training": {"stepTimeoutSeconds": longer}}} if longer > seconds else None
-        case FailureClass.DISK_FULL:
-            return _less_disk(job)
+            return _longer_waits(job)
+        case FailureClass.DISK_FULL if role in _WRITES_TO_WORKSPACE:
+            return _less_disk(job, role)
         case FailureClass.PREEMPTED | FailureClass.INFRASTRUCTURE | FailureClass.NODE_LOST if role == Role.TRAIN:
             # It was given up because no checkpoint was written between two losses.
             if documents.value(job.spec, "checkpoint", "adaptive") is not True:
@@ -97,9 +96,33 @@ def _less_memory(job: SeenJob) -> Patch | None:
     return {"spec": {"data": {"maxSequenceLength": length // 2}}} if length >= 2 * _SHORTEST_SEQUENCE else None
 
 
-def _less_disk(job: SeenJob) -> Patch | None:
+def _lower_rate(job: SeenJob) -> Patch | None:
+    """Half of the rate, or the usual one if that is lower still: what is far too high diverges with half of it as well."""
+    rate = _effective(job, "learningRate")
+    number = documents.decimal(rate) if isinstance(rate, str) else None
+    if number is None or number <= 0:
+        return None
+    is_full = documents.text(job.spec, "method", "type") == MethodType.FULL
+    is_sgd = documents.text(job.spec, "training", "optimizer") == OptimizerName.SGD
+    usual = _USUAL_SGD_RATE if is_sgd else float(USUAL_LEARNING_RATES[is_full])
+    return {"spec": {"training": {"learningRate": f"{min(number * _SLOWER, usual):.6g}"}}}
+
+
+def _longer_waits(job: SeenJob) -> Patch | None:
+    """Of both who may say that nothing happens: the ranks' watchdog and, if it is to, the operator."""
+    seconds = documents.number(job.spec, "training", "stepTimeoutSeconds") or TrainingSpec().step_timeout_seconds
+    deadline = documents.number(job.spec, "run", "stallDeadlineSeconds")
+    patch: Patch = {}
+    if (longer := min(2 * seconds, _MOST_TIMEOUT_SECONDS)) > seconds:
+        patch["training"] = {"stepTimeoutSeconds": longer}
+    if deadline is not None and (later := min(2 * deadline, _MOST_DEADLINE_SECONDS)) > deadline:
+        patch["run"] = {"stallDeadlineSeconds": later}
+    return {"spec": patch} if patch else None
+
+
+def _less_disk(job: SeenJob, role: str) -> Patch | None:
     keep, least = documents.number(job.spec, "checkpoint", "keep"), CheckpointSpec().keep
-    if keep is not None and keep > least:
+    if role == Role.TRAIN and keep is not None and keep > least:
         return {"spec": {"checkpoint": {"keep": least}}}
     try:
         size = quantity_bytes(documents.text(job.spec, "workspace", "volumeClaimTemplate", "storage"))

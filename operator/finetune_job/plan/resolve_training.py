@@ -23,6 +23,8 @@ LARGEST_CHOSEN_MICRO_BATCH = 8
 ADAM_BETAS, ADAM_EPSILON, MOMENTUM = ("0.9", "0.999"), "1e-8", "0.9"
 """What their papers recommend (Kingma and Ba, 2015; Sutskever et al., 2013), and torch's defaults where it has one."""
 MIN_LEARNING_RATE_RATIO, DECAY_RATIO = "0", "0.2"
+USUAL_LEARNING_RATES = {True: "2e-5", False: "2e-4"}
+"""By whether the model's own weights are trained."""
 
 
 def training_plan(spec: FineTuneJobSpec, choices: Choices, workspace: ClaimPath) -> TrainingPlan:
@@ -48,7 +50,7 @@ def training_plan(spec: FineTuneJobSpec, choices: Choices, workspace: ClaimPath)
         micro_batch_size=micro,
         gradient_accumulation_steps=per_rank // micro,
         learning_rate=float(
-            choices.pick("training.learningRate", training.learning_rate, "2e-5" if full else "2e-4", "usual for this method")
+            choices.pick("training.learningRate", training.learning_rate, USUAL_LEARNING_RATES[full], "usual for this method")
         ),
         optimizer=choices.pick("training.optimizer", training.optimizer, OptimizerName.ADAMW, "usual for transformers"),
         adam_betas=(float(training.adam_beta1 or ADAM_BETAS[0]), float(training.adam_beta2 or ADAM_BETAS[1])),

@@ -415,6 +415,8 @@ def test_a_snapshot_is_there_where_it_is_written_meanwhile() -> None:
     for asynchronous, size in ((False, 0), (True, 3 * 48 * 4 + 2 * 4)):
         job = small_job().spec("checkpoint.asynchronous", asynchronous)
         assert terms(job, "_process", on_gpu=False)["checkpoint snapshot"] == size
+        # Of a device it is in host memory. A rank alone holds the whole base there while it is loaded, which is more.
+        assert ("checkpoint snapshot" in terms(job.processes_per_node(2), "_host")) is asynchronous
 
 
 def test_the_mask_of_all_pairs_is_shared_by_all_layers() -> None:

@@ -158,6 +158,7 @@ class Checkpoints:
                 state=state,
                 best_step=step if is_best and self._exports_best else self._best_step,
                 reused=self._reused,
+                is_copied=self._plan.asynchronous,
             )
         except SaveError as error:
             self._failed(error, is_last=is_last)

@@ -1,7 +1,8 @@
 """Write a checkpoint: a temporary directory, a file of each rank, the manifest, the rename, `latest`; only then old ones go.
 
-A rank copies its state to host memory and writes it durably in a thread. Not by the safetensors library, whose save hides error
-numbers, keeps Python's lock and needs a second pass to hash.
+A rank writes its state durably in a thread: from a copy in host memory if training continues meanwhile, else a few megabytes of
+what it trains at a time. Not by the safetensors library, whose save hides error numbers, keeps Python's lock and needs a second
+pass to hash.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import shutil
 import struct
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +53,7 @@ _Failure = tuple[str, int | None]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """This rank's state at a step boundary, in host memory of its own."""
+    """This rank's state at a step boundary: a copy in host memory or, if training waits for the save, what is trained itself."""
 
     tensors: Mapping[str, torch.Tensor]
     pieces: tuple[RangeEntry, ...]
@@ -87,10 +88,12 @@ def begin_save(
     state: RunState,
     best_step: int | None,
     reused: Snapshot | None = None,
+    is_copied: bool = True,
 ) -> PendingSave:
-    """Copy the state after optimizer step `step` and begin to write it; called by all ranks together.
+    """Begin to write the state after optimizer step `step`; called by all ranks together.
 
-    `reused`: an earlier snapshot, whose memory is taken. Raises SaveError on all ranks alike.
+    `reused`: an earlier snapshot, whose memory is taken. `is_copied`: training may continue before it is written; else
+    `commit_save` has to follow at once. Raises SaveError on all ranks alike.
     """
     temporary = root / gang.from_first(f"{checkpoint_name(step)}{TEMPORARY_MARK}{uuid.uuid4().hex}", EntryName)
     _by_first(gang, lambda: temporary.mkdir(parents=True), temporary)
@@ -103,7 +106,7 @@ def begin_save(
         state=state,
         files=[],
     )
-    taken = take_snapshot(found, optimizer, reused.tensors if reused else {})
+    taken = take_snapshot(found, optimizer, reused.tensors if reused else {}, is_copied=is_copied)
     outcome: list[FileEntry | BaseException] = []
     thread = threading.Thread(
         target=_write, args=(temporary / rank_file(gang.rank), taken, outcome), name="checkpoint", daemon=True
@@ -186,8 +189,10 @@ def _discard(temporary: Path, gang: Gang) -> None:
     gang.barrier()
 
 
-def take_snapshot(found: list[ParameterRange], optimizer: torch.optim.Optimizer, reused: Mapping[str, torch.Tensor]) -> Snapshot:
-    """Copy parameters and optimizer state to host memory; `reused`: the tensors of an earlier snapshot, to be overwritten."""
+def take_snapshot(
+    found: list[ParameterRange], optimizer: torch.optim.Optimizer, reused: Mapping[str, torch.Tensor], *, is_copied: bool
+) -> Snapshot:
+    """Parameters and optimizer state, copied to host memory or not; `reused`: tensors of an earlier snapshot, overwritten."""
     kinds = (PARAMETER, *state_form(optimizer).tensors)
     tensors = {}
     on_device = False
@@ -195,12 +200,16 @@ def take_snapshot(found: list[ParameterRange], optimizer: torch.optim.Optimizer,
         for kind in kinds if piece.stop > piece.start else ():
             values = piece.values(kind, optimizer)
             key = tensor_key(kind, piece.name)
+            on_device |= values.is_cuda
+            if not is_copied:
+                tensors[key] = values
+                continue
             copy = reused.get(key)
             if copy is None:
                 copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
             tensors[key] = copy.copy_(values, non_blocking=True)
-            on_device |= values.is_cuda
     if on_device:
+        # Until the copies are made, or the step is computed that another thread is to read.
         torch.cuda.synchronize()
     return Snapshot(
         tensors,
@@ -221,13 +230,12 @@ def write_rank_file(path: Path, taken: Snapshot) -> FileEntry:
     """Write a snapshot durably; its name, size and digest. Raises OSError as the file system does."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file:
-        for part in (_header(taken.tensors), *(_bytes(tensor) for tensor in taken.tensors.values())):
-            for start in range(0, len(part), _CHUNK_BYTES):
-                chunk = part[start : start + _CHUNK_BYTES]
-                digest.update(chunk)
-                size += len(chunk)
-                while chunk:
-                    chunk = chunk[file.write(chunk) :]
+        for part in _parts(taken.tensors):
+            chunk = part
+            digest.update(chunk)
+            size += len(chunk)
+            while chunk:
+                chunk = chunk[file.write(chunk) :]
         os.fsync(file.fileno())
     return FileEntry(name=path.name, size=size, sha256=digest.hexdigest(), pieces=list(taken.pieces))
 
@@ -243,5 +251,10 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> memoryview:
     return memoryview(struct.pack("<Q", len(encoded)) + encoded)
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.view(torch.uint8).numpy().data
+def _parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+    """Header and values, a few at a time, so that of those on a device no more is in host memory."""
+    yield _header(tensors)
+    for tensor in tensors.values():
+        values = tensor.view(torch.uint8)
+        for start in range(0, len(values), _CHUNK_BYTES):
+            yield values[start : start + _CHUNK_BYTES].cpu().numpy().data

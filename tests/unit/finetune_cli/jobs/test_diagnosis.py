@@ -51,7 +51,9 @@ def test_every_failure_class_has_a_reason_an_advice_and_a_patch_that_is_accepted
     # The command is run as a shell would, up to what goes to the cluster.
     (command,) = found.commands
     fork, submit = (shlex.split(each) for each in command.split(" | "))
-    assert (fork[:5], submit) == (["finetune", "fork", "failed", "-n", "team"], ["finetune", "submit", "-"])
+    # The manifest that is handed on names no namespace.
+    assert fork[:5] == ["finetune", "fork", "failed", "-n", "team"]
+    assert submit == ["finetune", "submit", "-", "-n", "team"]
     changes = [parse_change(each) for each in fork[5:] if each != "--set"]
     made = fork_of(document, "failed-2", changes)
     assert validate_files([("job", json.dumps(made))]).exit_code == 0
@@ -66,6 +68,9 @@ def test_every_failure_class_has_a_reason_an_advice_and_a_patch_that_is_accepted
         ("DeviceOutOfMemory", {"microBatchSize": 5}, {"microBatchSize": 1}),
         ("DeviceOutOfMemory", {"microBatchSize": 1}, {"activationCheckpointing": "Full"}),
         ("NonFinite", {"learningRate": "2e-4"}, {"learningRate": "0.0001"}),
+        ("NonFinite", {"learningRate": "2"}, {"learningRate": "0.0002"}),
+        ("NonFinite", {"learningRate": "2", "optimizer": "SGD"}, {"learningRate": "0.01"}),
+        ("NonFinite", {"learningRate": "0.001", "optimizer": "SGD"}, {"learningRate": "0.0005"}),
         ("NonFinite", {"learningRate": "much"}, None),
         ("Stalled", {"stepTimeoutSeconds": 600}, {"stepTimeoutSeconds": 1200}),
         ("Stalled", {"stepTimeoutSeconds": 86_400}, None),
@@ -159,6 +164,23 @@ def full(**spec: Any) -> Document:
             {"workspace": {"volumeClaimTemplate": {"storage": "3Gi"}}},
         ),
         ("DiskFull", full(workspace={"volumeClaimTemplate": {"storage": "much"}}), "train", None),
+        # What these two write is not on the workspace, and neither keeps checkpoints.
+        ("DiskFull", full(workspace={"volumeClaimTemplate": {"storage": "1Gi"}}), "merge", None),
+        (
+            "DiskFull",
+            full(workspace={"volumeClaimTemplate": {"storage": "1Gi"}}, checkpoint={"keep": 5}),
+            "preflight",
+            {"workspace": {"volumeClaimTemplate": {"storage": "2Gi"}}},
+        ),
+        # Whoever of the two has noticed: a new job gets more time from both.
+        (
+            "Stalled",
+            full(run={"stallDeadlineSeconds": 600}),
+            "train",
+            {"training": {"stepTimeoutSeconds": 3600}, "run": {"stallDeadlineSeconds": 1200}},
+        ),
+        ("Stalled", full(run={"stallDeadlineSeconds": 604_800}), "train", {"training": {"stepTimeoutSeconds": 3600}}),
+        ("NonFinite", full(method={"type": "Full"}), "train", {"training": {"learningRate": "2e-05"}}),
         ("NodeLost", full(checkpoint={"adaptive": True}), "train", None),
         ("NodeLost", full(), "merge", None),
     ],
@@ -185,19 +207,41 @@ def test_a_host_needs_less_memory_for_less_only_where_ranks_compute_on_its_cores
     assert diagnose(job, objects.NOW).patch == (None if patch is None else {"spec": patch})
 
 
+def given_up(failure: str) -> Document:
+    """As the operator says that a training waits for a human."""
+    document = failed_with(failure)
+    document["status"]["conditions"] = objects.stages(4, objects.condition("Stalled", "True", "TrainStopped", "6 times."))
+    finding = {"rule": f"train/{failure}", "severity": "error", "message": "It was lost.", "fix": "Look.", "source": "train"}
+    document["status"]["findings"] = [finding]
+    return document
+
+
 def test_a_training_that_was_given_up_has_its_patch_for_a_new_job() -> None:
-    document = failed_with("NodeLost")
-    document["status"]["conditions"] = objects.stages(4, objects.condition("Stalled", "True", "RestartsExhausted", "6 times."))
+    document = given_up("NodeLost")
     found = diagnose(seen_job(document), objects.NOW)
     assert found.patch == {"spec": {"checkpoint": {"adaptive": True}}}
+    assert not any("is not set" in each for each in found.evidence)
     assert found.commands == (
         "finetune retry failed -n team",
-        "finetune fork failed -n team --set spec.checkpoint.adaptive=true | finetune submit -",
+        "finetune fork failed -n team --set spec.checkpoint.adaptive=true | finetune submit - -n team",
     )
     document["spec"]["checkpoint"] = {"adaptive": True}
     found = diagnose(seen_job(document), objects.NOW)
     assert (found.patch, found.commands) == (None, ("finetune retry failed -n team",))
     assert "No setting brings a node back." in found.advice
+
+
+@pytest.mark.parametrize("keep", [5, 2])
+def test_room_is_made_before_a_new_job_writes_to_the_claim_that_is_full(keep: int) -> None:
+    document = given_up("DiskFull")
+    document["spec"]["checkpoint"] = {"keep": keep}
+    folder = f"failed-{document['metadata']['uid'][:8]}"
+    said = f"Before a new job writes to the same claim, remove the folder {folder} of claim work: it holds this job's files."
+    found = diagnose(seen_job(document), objects.NOW)
+    # Without a change there is no new job to make room for, and this one continues in that folder.
+    assert (said in found.advice) == (found.patch is not None) == (keep == 5)
+    document["spec"]["workspace"] = {"volumeClaimTemplate": {"storage": "1Gi"}}
+    assert said not in diagnose(seen_job(document), objects.NOW).advice
 
 
 def test_a_patch_starts_from_what_the_plan_chose() -> None:
@@ -249,7 +293,7 @@ PLAN_LOST = with_conditions(objects.condition("Stalled", "True", "PlanLost", "go
         (waits("BlockedOnNode"), "on a node that does not answer", "Look at the node"),
         (waits("WaitingForSource"), "does not answer", "can be reached from the cluster"),
         (PLAN_LOST, "is gone or holds other content. gone.", "finetune retry waiting -n team"),
-        (ended("Cancelled"), "spec.run.cancel is true", "finetune fork waiting -n team | finetune submit -"),
+        (ended("Cancelled"), "spec.run.cancel is true", "finetune fork waiting -n team | finetune submit - -n team"),
         (ended("ActiveDeadlineExceeded", "6 h"), "The job was active for longer", "A job that has failed stays failed"),
     ],
 )

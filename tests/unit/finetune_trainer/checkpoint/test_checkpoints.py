@@ -23,7 +23,7 @@ from finetune_trainer.checkpoint.checkpoints import Checkpoints
 from finetune_trainer.checkpoint.load import full_parameters
 from finetune_trainer.checkpoint.manifest import LATEST, RunState, rank_file
 from finetune_trainer.checkpoint.retention import checkpoint_directories
-from finetune_trainer.checkpoint.save import write_rank_file
+from finetune_trainer.checkpoint.save import Snapshot, write_rank_file
 from finetune_trainer.checkpoint.state import create_state, pieces
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import CheckpointError, SaveError
@@ -156,6 +156,24 @@ def test_an_asynchronous_save_holds_what_was_at_the_step_boundary(tmp_path: Path
     assert found is not None
     assert {float(tensor.flatten()[0]) for _, tensor in full_parameters(*found)} == {4.0}
     assert run.steps == [4, 2]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_only_an_asynchronous_save_takes_memory_for_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    run = OneRank(tmp_path, checkpoint={"everySteps": 2, "asynchronous": asynchronous})
+    written: list[Snapshot] = []
+    monkeypatch.setattr(save_module, "write_rank_file", lambda path, taken: written.append(taken) or write_rank_file(path, taken))
+    run.fill(2)
+    save_and_wait(run, 2)
+    (taken,) = written
+    trained = {parameter.untyped_storage().data_ptr() for parameter in run.model.parameters()}
+    in_file = {tensor.untyped_storage().data_ptr() for tensor in taken.tensors.values()}
+    assert trained.isdisjoint(in_file) is asynchronous
+    found = run.checkpoints.finished()
+    assert found is not None
+    assert {float(tensor.flatten()[0]) for _, tensor in full_parameters(*found)} == {2.0}
 
 
 def test_a_written_asynchronous_save_is_completed_at_the_next_step_boundary(tmp_path: Path) -> None:
