@@ -24,6 +24,7 @@ from tests.unit.finetune_job.rules.test_book_verdicts import (
     EXPERTS,
     FULL,
     HELD_OUT,
+    LIMITED,
     LOHA,
     NORM,
     ONE_REPOSITORY,
@@ -39,6 +40,7 @@ from tests.unit.finetune_job.rules.test_book_verdicts import (
     UNPARTED,
     V1,
     V2,
+    WITHIN,
     F,
     hub_sets,
     lora,
@@ -561,3 +563,18 @@ def test_long_templates_are_shown_shortened():
     for length, shown in ((60, "x" * 60), (61, "x" * 57 + "...")):
         (finding,) = judged(manifest({"data.chatTemplate": "{{" + "x" * (length - 2)}))
         assert finding.value == "{{" + shown[2:]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "each", "changes"),
+    [
+        (2, 5, {"parallelism.nodes": 1}),
+        (2, 8, {"parallelism.nodes": 1}),
+        # Not even one node of so many fits.
+        (1, 9, {"parallelism.nodes": 1, "parallelism.processesPerNode": 8}),
+    ],
+)
+def test_fewer_nodes_fit_a_limit_of_devices_before_fewer_ranks_on_each(nodes: int, each: int, changes: dict[str, Any]) -> None:
+    """The profile allows 8."""
+    written = {"parallelism.nodes": nodes, "parallelism.processesPerNode": each, "training.globalBatchSize": 720}
+    assert told("profile-limit-exceeded", WITHIN | written, LIMITED) == (E, "parallelism.nodes", changes)

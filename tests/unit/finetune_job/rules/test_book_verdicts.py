@@ -732,6 +732,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         WITHIN | TEMPLATE | {"workspace.volumeClaimTemplate.storage": "100Gi"},
         LIMITED,
     ),
+    # As numbers, not as text: "9Gi" is less than "100Gi", and "1Ti" more.
+    (
+        "profile-limit-exceeded",
+        WITHIN | TEMPLATE | {"workspace.volumeClaimTemplate.storage": "1Ti"},
+        WITHIN | TEMPLATE | {"workspace.volumeClaimTemplate.storage": "9Gi"},
+        LIMITED,
+    ),
     ("profile-limit-exceeded", WITHIN | {"run.activeDeadlineSeconds": 3601}, WITHIN, LIMITED),
     ("profile-limit-exceeded", WITHIN | {"run.activeDeadlineSeconds": None}, WITHIN, LIMITED),
     ("profile-limit-exceeded", WITHIN | {"run.maxRestarts": 2}, WITHIN, LIMITED),
