@@ -264,9 +264,11 @@ class Observed:
     gang_nodes: GangNodesView | None = None
     service_exists: bool = False
     claims: frozenset[str] = frozenset()
-    """Of the claims in `children.claims.claims_named_by(spec, job name)`, the names of those that exist."""
+    """Of the claims in `children.claims.claims_named_by(spec, job name)`, the names of those that exist; of the one that the
+    template makes, before anything has begun, only if it stays."""
     vanishing: tuple[str, ...] = ()
-    """`Kind/name` of objects of an earlier job of this name that have the name of a child and are being deleted."""
+    """`Kind/name` of objects of an earlier job of this name that have the name of a child and go: they are being deleted, or the
+    garbage collector will come to them."""
     conflicts: tuple[str, ...] = ()
     """`Kind/name` of other objects that have the name of a child and are not ours, as creates met them. Looked up again
     in every pass (they may be removed), since nothing is created while there is one."""

@@ -117,6 +117,8 @@ def _waits_for_name(observed: Observed, result: PassResult) -> bool:
     if observed.vanishing:
         said = f"{', '.join(observed.vanishing)} of an earlier job of this name is still being deleted."
         result.condition(ConditionType.READY, False, Reason.PENDING, said)
+        # It passes by itself, whatever was said of it before.
+        result.condition(ConditionType.STALLED, False, Reason.HEALTHY)
         result.requeue_after(REQUEUE_SECONDS)
         return True
     taken = _conflict(observed)

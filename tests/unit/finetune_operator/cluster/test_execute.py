@@ -157,7 +157,7 @@ def test_foreign_object_with_the_childs_name_is_a_conflict_until_it_is_gone() ->
     async def scenario() -> None:
         stage = scene()
         foreign = objects.batch_job(attempt=1)
-        foreign["metadata"]["ownerReferences"][0]["uid"] = "another-job"
+        foreign["metadata"]["ownerReferences"][0] |= {"name": "another", "uid": "another-job"}
         stage.api.put(BATCH_JOBS, foreign)
         assert await stage.executor.execute(await stage.gathered(), Actions(creates=ALL.creates)) is PassOutcome.REPEATED
         assert (await stage.gathered()).observed.conflicts == ("Job/tune-train-1",)
@@ -187,8 +187,10 @@ def test_nothing_is_created_after_a_name_that_is_taken() -> None:
     ("changed", "deleting", "told"),
     [
         ({}, True, "vanishing"),
-        ({}, False, "conflicts"),
+        # The garbage collector will come to it: its owner is gone, since another job has the name.
+        ({}, False, "vanishing"),
         ({"name": "another"}, True, "conflicts"),
+        ({"name": "another"}, False, "conflicts"),
         ({"apiVersion": "batch/v1", "kind": "CronJob"}, True, "conflicts"),
     ],
 )

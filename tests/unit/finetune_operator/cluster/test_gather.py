@@ -120,6 +120,51 @@ def test_claims_are_asked_for_until_seen_and_again_after_a_while() -> None:
     assert "models" not in scene.gather(NOW + timedelta(seconds=CLAIM_SEEN_SECONDS + 1)).observed.claims
 
 
+def workspace_claim(owner_uid: str = "", **metadata: Any) -> dict[str, Any]:
+    owners = [objects.owner("FineTuneJob", "tune", owner_uid, "finetune.dev/v1alpha1")] if owner_uid else []
+    labels = {"app.kubernetes.io/managed-by": "finetune-operator", "finetune.dev/job": "tune"}
+    made = objects.metadata("tune-workspace", "workspace-uid", labels=labels, ownerReferences=owners, **metadata)
+    return {"metadata": made}
+
+
+def test_template_claim_of_an_earlier_job_vanishes_and_is_not_remembered() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(workspace={"volumeClaimTemplate": {"storage": "10Gi"}}))
+    for name in ("models", "data", "results"):
+        scene.add(CLAIMS, claim(name), seen=False)
+    scene.add(CLAIMS, workspace_claim("earlier-uid"), seen=False)
+    for _ in range(2):
+        gathered = scene.gather()
+        assert gathered.observed.vanishing == ("PersistentVolumeClaim/tune-workspace",)
+        assert gathered.observed.claims == {"models", "data", "results"}
+        assert gathered.revisit_after_seconds == 3.0
+    del scene.api.objects["PersistentVolumeClaim", "team", "tune-workspace"]
+    observed = scene.gather().observed
+    assert (observed.vanishing, observed.claims) == ((), {"models", "data", "results"})
+    # One that is kept, but that somebody deletes a moment later.
+    for deleted in ({}, {"deletionTimestamp": objects.CREATED}):
+        scene.add(CLAIMS, workspace_claim(**deleted), seen=False)
+        observed = scene.gather().observed
+        assert ("tune-workspace" in observed.claims, bool(observed.vanishing)) == (not deleted, bool(deleted))
+
+
+def test_template_claim_that_the_job_works_on_is_there_until_it_is_gone() -> None:
+    scene = Scene()
+    template = {"volumeClaimTemplate": {"storage": "10Gi"}}
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=0), workspace=template))
+    scene.add(BATCH_JOBS, objects.batch_job())
+    scene.add(CLAIMS, workspace_claim("job-uid", deletionTimestamp=objects.CREATED), seen=False)
+    observed = scene.gather().observed
+    assert (observed.vanishing, observed.claims) == ((), {"tune-workspace"})
+    # The claim of another job of that name is another claim, even a moment later.
+    held = scene.cache.job(KEY)
+    assert held is not None
+    scene.cache.bury(JOBS, held)
+    scene.add(JOBS, objects.finetune_job(uid="next-uid", workspace=template))
+    observed = scene.gather().observed
+    assert (observed.vanishing, observed.claims) == (("PersistentVolumeClaim/tune-workspace",), frozenset())
+
+
 def test_live_lists_before_a_later_attempt_see_what_lost_its_labels() -> None:
     scene = Scene()
     scene.add(JOBS, objects.finetune_job(status=training(attempt=1)))
@@ -267,16 +312,14 @@ def test_notes_of_a_refusal_stay_until_a_write_has_succeeded() -> None:
     assert scene.gatherer._notes == {}
 
 
-@pytest.mark.parametrize(("deleting", "pause"), [(False, 15.0), (True, 3.0)])
-def test_conflict_is_looked_at_in_each_pass_until_it_is_gone(deleting: bool, pause: float) -> None:
+@pytest.mark.parametrize(("owner", "pause"), [("another", 15.0), ("tune", 3.0)])
+def test_conflict_is_looked_at_in_each_pass_until_it_is_gone(owner: str, pause: float) -> None:
     scene = Scene()
     scene.add(JOBS, objects.finetune_job())
     for name in ("models", "data", "workspace", "results"):
         scene.add(CLAIMS, claim(name), seen=False)
     foreign = objects.batch_job()
-    foreign["metadata"]["ownerReferences"][0]["uid"] = "earlier-job"
-    if deleting:
-        foreign["metadata"]["deletionTimestamp"] = objects.CREATED
+    foreign["metadata"]["ownerReferences"][0] |= {"name": owner, "uid": "earlier-job"}
     scene.add(BATCH_JOBS, foreign, seen=False)
     scene.gatherer.note_conflict("job-uid", BATCH_JOBS, "tune-train-0")
     for _ in range(3):
