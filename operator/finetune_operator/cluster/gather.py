@@ -201,7 +201,7 @@ class Gatherer:
         self, job: JobView, now: datetime, revisits: list[float], vanishing: set[tuple[Kind, str]], *, is_begun: bool
     ) -> frozenset[str]:
         """Those that exist. A template's claim that goes with an earlier job does not count, and is added to `vanishing`."""
-        if job.spec is None or is_ended(job.status):
+        if job.spec is None or job.deleting or is_ended(job.status):
             return frozenset()
         made = job.spec.workspace.volume_claim_template is not None
         present = set()

@@ -86,7 +86,9 @@ class WaitingLines:
         uid, summary = held.key.uid, held.summary
         before = self._places.get(uid)
         now = None
-        if summary is not None and (summary.is_waiting or (summary.is_started and not summary.is_finished)):
+        # A deleted job that a finalizer holds does not start any more.
+        is_waiting = summary is not None and summary.is_waiting and not held.key.is_deleting
+        if summary is not None and (is_waiting or (summary.is_started and not summary.is_finished)):
             now = (_line_of(held), _place_of(held), summary.is_started)
         if before == now:
             return set()

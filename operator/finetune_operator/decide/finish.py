@@ -110,6 +110,18 @@ def stop_running(observed: Observed, result: PassResult) -> None:
             result.delete_object("Pod", pod.name, pod.uid)
 
 
+def stop_deleted(observed: Observed, result: PassResult) -> None:
+    """Somebody has deleted the job, and a finalizer holds it: soon nothing will look after what runs of it. Creates nothing."""
+    stop_running(observed, result)
+    running = still_running(observed)
+    waits = f"Waiting until {running} has ended." if running else "Nothing of it runs any more."
+    said = f"The job is deleted, and a finalizer holds it. {waits}"
+    for kind in (ConditionType.READY, ConditionType.FINISHED):
+        result.condition(kind, False, Reason.STOPPING, said)
+    if running:
+        result.requeue_after(REQUEUE_SECONDS)
+
+
 def still_running(observed: Observed) -> str:
     """What of an ended job can still run, on which nodes; empty: nothing."""
     jobs = [f"Job {job.name}" for job in observed.batch_jobs if not ends_by_itself(job, observed.pods_of(job.role, job.attempt))]

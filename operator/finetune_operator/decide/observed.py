@@ -33,6 +33,9 @@ class JobView:
     """What the parser said, one line per wrong field."""
     status: FineTuneJobStatus = field(default_factory=FineTuneJobStatus)
     deleting: bool = False
+    """Somebody has deleted it, and a finalizer holds it."""
+    orphaning: bool = False
+    """With the policy Orphan: what it owns is to stay."""
 
 
 @dataclass(frozen=True)

@@ -181,3 +181,13 @@ def test_pass_of_a_waiting_job_sees_its_place_and_a_started_one_none() -> None:
     assert gathered.revisit_after_seconds is not None
     scene.add(JOBS, objects.finetune_job(status=STARTED | {"plan": {"hash": "h"}}))
     assert scene.gather(NOW).observed.line is None
+
+
+def test_deleted_job_that_a_finalizer_holds_is_not_in_the_line() -> None:
+    team = Team(limit=1)
+    team.cache.take(JOBS, job("a", 1))
+    team.cache.take(JOBS, job("b", 2))
+    going = job("a", 1, version=2)
+    going["metadata"] |= {"deletionTimestamp": objects.CREATED, "finalizers": ["example.com/hold"]}
+    assert team.woken(going) == {"b"}
+    assert team.ahead("b") == 0

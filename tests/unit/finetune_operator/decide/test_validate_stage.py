@@ -314,9 +314,3 @@ def test_a_foreign_object_under_a_childs_name_stalls_the_job() -> None:
     actions = reconcile(observing(a_job()).frozen().but(conflicts=("ConfigMap/tune-plan",)).build(), T0)
     assert condition(actions, ConditionType.STALLED) == ("True", Reason.CONFLICT)
     assert actions.creates == ()
-
-
-def test_a_job_that_is_being_deleted_is_left_to_the_garbage_collector() -> None:
-    observed = observing(a_job()).prepared().build()
-    actions = reconcile(replace(observed, job=replace(observed.job, deleting=True)), T0)
-    assert (actions.status, actions.creates, actions.deletes) == (None, (), ())
