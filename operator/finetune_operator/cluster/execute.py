@@ -125,7 +125,7 @@ class Executor:
             return False
         if answer.get("kind") == kind.name:
             self.cache.take(kind, answer)
-        elif delete.uid:
+        else:
             self.cache.found_gone(kind, delete.uid)
         return True
 

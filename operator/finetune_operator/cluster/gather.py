@@ -14,7 +14,7 @@ from random import random
 from typing import Any
 
 from finetune_job.api.job import FineTuneJobSpec
-from finetune_job.names import DEFAULT_PROFILE, gang_configmap_name, plan_configmap_name, workspace_claim_name
+from finetune_job.names import DEFAULT_PROFILE, gang_configmap_name, plan_configmap_name, service_name, workspace_claim_name
 from finetune_job.progress import Progress
 from finetune_operator.children.claims import claims_named_by
 from finetune_operator.cluster.answers import ApiError
@@ -176,14 +176,14 @@ class Gatherer:
     def _with_children(self, observed: Observed) -> Observed:
         """As the cache knows them now."""
         uid, name = observed.job.uid, observed.job.name
-        config_maps = self._cache.owned(CONFIG_MAPS, uid)
+        config_maps, services = self._cache.owned(CONFIG_MAPS, uid), self._cache.owned(SERVICES, uid)
         return replace(
             observed,
             batch_jobs=tuple(item.batch_job for item in self._cache.owned(BATCH_JOBS, uid) if item.batch_job is not None),
             pods=tuple(item.pod for item in self._cache.pods_of(uid) if item.pod is not None),
             plan=next((self._reader.plan(item) for item in config_maps if item.key.name == plan_configmap_name(name)), None),
             gang_nodes=next((_gang_nodes(item) for item in config_maps if item.key.name == gang_configmap_name(name)), None),
-            service_exists=bool(self._cache.owned(SERVICES, uid)),
+            service_uid=next((item.key.uid for item in services if item.key.name == service_name(name)), ""),
         )
 
     def _line(self, held: CachedObject, job: JobView, profile: ProfileView) -> PlaceInLine | None:

@@ -46,7 +46,7 @@ class Delete:
     kind: Literal["Job", "Service", "ConfigMap", "Pod"]
     name: str
     uid: str
-    """Precondition: an object that took the name since is left alone. Empty: no precondition."""
+    """Precondition: an object that took the name since is left alone."""
     force: bool = False
     """Without a grace period: of a pod whose node is lost, and only where the profile allows it."""
 

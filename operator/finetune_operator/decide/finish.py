@@ -147,7 +147,7 @@ def retain(observed: Observed, result: PassResult) -> None:
     for batch_job in observed.batch_jobs:
         result.delete(batch_job)
     if observed.service_exists:
-        result.delete_object("Service", service_name(job.name), "")
+        result.delete_object("Service", service_name(job.name), observed.service_uid)
     for config_map in (observed.plan, observed.gang_nodes):
         if config_map is not None:
             result.delete_object("ConfigMap", config_map.name, config_map.uid)

@@ -265,7 +265,8 @@ class Observed:
     pods: tuple[PodView, ...] = ()
     plan: ConfigMapView | None = None
     gang_nodes: GangNodesView | None = None
-    service_exists: bool = False
+    service_uid: str = ""
+    """Of the gang's Service; empty: there is none that is ours."""
     claims: frozenset[str] = frozenset()
     """Of the claims in `children.claims.claims_named_by(spec, job name)`, the names of those that exist; of the one that the
     template makes, before anything has begun, only if it stays."""
@@ -290,6 +291,11 @@ class Observed:
     None: not looked up, or not known."""
     progress: Progress | None = None
     """Latest progress of rank 0, given only when it is due to be written; None leaves the status as it is."""
+
+    @property
+    def service_exists(self) -> bool:
+        """Whether the gang's Service is there."""
+        return bool(self.service_uid)
 
     def batch_job(self, role: Role, attempt: int) -> BatchJobView | None:
         """The Job of a role and attempt, deleting ones included."""

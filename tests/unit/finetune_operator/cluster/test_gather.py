@@ -9,7 +9,18 @@ from finetune_operator.cluster import gather as module
 from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.gather import CLAIM_SEEN_SECONDS, MISSING_RETRY_SECONDS, Gathered, Gatherer
-from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOBS, NAMESPACES, NODES, PODS, PROFILES, Kind
+from finetune_operator.cluster.kinds import (
+    BATCH_JOBS,
+    CLAIMS,
+    CONFIG_MAPS,
+    JOBS,
+    NAMESPACES,
+    NODES,
+    PODS,
+    PROFILES,
+    SERVICES,
+    Kind,
+)
 from finetune_operator.cluster.namespaces import Namespaces
 from finetune_operator.cluster.projection import project
 from finetune_operator.cluster.warning_events import WarningEvents
@@ -365,6 +376,20 @@ def test_the_plan_and_the_number_of_pods_are_found_by_their_names() -> None:
     assert (observed.plan.name, observed.plan.plan_json) == ("tune-plan", "plan")
     assert observed.gang_nodes is not None
     assert (observed.gang_nodes.name, observed.gang_nodes.attempt, observed.gang_nodes.nodes) == ("tune-nodes", 2, 3)
+
+
+def test_service_of_the_gang_is_the_one_of_that_name_that_the_job_owns() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    references, labels = objects.batch_job()["metadata"]["ownerReferences"], objects.labels("train", 0)
+    extra = objects.metadata("extra", "extra-uid", labels=labels, ownerReferences=references)
+    scene.add(SERVICES, {"metadata": extra})
+    scene.add(SERVICES, {"metadata": objects.metadata("tune-gang", "foreign-uid", labels=labels)})
+    observed = scene.gather().observed
+    assert (observed.service_uid, observed.service_exists) == ("", False)
+    scene.add(SERVICES, {"metadata": extra | {"name": "tune-gang", "uid": "gang-uid"}})
+    observed = scene.gather().observed
+    assert (observed.service_uid, observed.service_exists) == ("gang-uid", True)
 
 
 def test_what_stands_in_the_place_of_the_number_of_pods_is_one_of_no_attempt() -> None:

@@ -258,6 +258,7 @@ def test_the_time_to_live_removes_children_and_not_before() -> None:
     assert (deleted(early), early.requeue_after_seconds) == ([], 50)
     late = reconcile(ended.build(), after(60))
     assert deleted(late) == ["Job/tune-merge-0", "Service/tune-gang", "ConfigMap/tune-plan"]
+    assert [one.uid for one in late.deletes] == ["uid-merge-0", "uid-service", "uid-plan"]
     assert late.status is None
 
 
