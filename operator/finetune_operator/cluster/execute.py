@@ -121,11 +121,12 @@ class Executor:
             # Gone already, or replaced by another object that took the name: neither is the one that was meant.
             if not (error.is_not_found or error.is_conflict):
                 raise
-            self.cache.found_gone(kind, delete.uid)
+            if kind in WATCHED:
+                self.cache.found_gone(kind, delete.uid)
             return False
-        if answer.get("kind") == kind.name:
+        if kind in WATCHED and answer.get("kind") == kind.name:
             self.cache.take(kind, answer)
-        else:
+        elif kind in WATCHED:
             self.cache.found_gone(kind, delete.uid)
         return True
 

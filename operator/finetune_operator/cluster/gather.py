@@ -33,6 +33,7 @@ from finetune_operator.cluster.warning_events import WarningEvents
 from finetune_operator.cluster.workloads import Workloads, num_waiting
 from finetune_operator.decide.blocked import needs_live_list
 from finetune_operator.decide.device_faults import nodes_in_question
+from finetune_operator.decide.finish import has_expired
 from finetune_operator.decide.observed import GangNodesView, JobView, Observed, PlaceInLine, ProfileView
 from finetune_operator.decide.stage import attempt_of, current_role, is_ended, is_started, is_terminal
 from finetune_operator.decide.train_stage import queue_of_growth
@@ -162,6 +163,8 @@ class Gatherer:
             observed = replace(observed, waiting_in_queue=await num_waiting(self._api, job.namespace, queue))
         if is_terminal(job.status):
             notes.listed = None
+        if has_expired(observed, now):
+            observed = replace(observed, network_policies=await self._live.network_policies(job))
         if notes.is_empty:
             self._forget(job.uid)
         return Gathered(observed, raw_status, min(revisits, default=None), cpu_seconds)

@@ -21,6 +21,8 @@ from finetune_job.api.status import FineTuneJobStatus
 from finetune_job.finding import Finding
 from finetune_job.reasons import Reason
 
+DeletedKind = Literal["Job", "Service", "ConfigMap", "NetworkPolicy", "Pod"]
+
 
 @dataclass(frozen=True)
 class Create:
@@ -43,7 +45,7 @@ class Create:
 class Delete:
     """Delete a child in the job's namespace, in the foreground."""
 
-    kind: Literal["Job", "Service", "ConfigMap", "Pod"]
+    kind: DeletedKind
     name: str
     uid: str
     """Precondition: an object that took the name since is left alone."""

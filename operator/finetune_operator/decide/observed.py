@@ -193,6 +193,14 @@ class GangNodesView:
 
 
 @dataclass(frozen=True)
+class PolicyView:
+    """A NetworkPolicy of the job."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
 class LiveJob:
     """A batch Job that a live list has shown."""
 
@@ -267,6 +275,8 @@ class Observed:
     gang_nodes: GangNodesView | None = None
     service_uid: str = ""
     """Of the gang's Service; empty: there is none that is ours."""
+    network_policies: tuple[PolicyView, ...] = ()
+    """Looked up if `decide.finish.has_expired` says so."""
     claims: frozenset[str] = frozenset()
     """Of the claims in `children.claims.claims_named_by(spec, job name)`, the names of those that exist; of the one that the
     template makes, before anything has begun, only if it stays."""
