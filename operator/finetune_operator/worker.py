@@ -106,7 +106,7 @@ class Worker:
         await self._turn()
         now = self.now()
         gathered = await self.gatherer.gather(key, now)
-        if gathered is None or gathered.observed.job.deleting:
+        if gathered is None:
             return self._settle(key, PassOutcome.GONE)
         observed = self._marked(key, gathered.observed)
         await self._turn()

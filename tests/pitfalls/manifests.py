@@ -47,10 +47,16 @@ def specs(
     is otherwise.
     """
     wrong = changed(changes)
-    found = [finding for finding in evaluate(RuleContext(FineTuneJobSpec.model_validate(wrong), profile)) if finding.rule == rule]
+    found = [
+        finding
+        for finding in evaluate(RuleContext(FineTuneJobSpec.model_validate(wrong), profile, JOB.name))
+        if finding.rule == rule
+    ]
     assert found, f"{rule} accepts {changes}"
     right = applied(wrong, found[0].changes)
-    assert rule not in {finding.rule for finding in evaluate(RuleContext(FineTuneJobSpec.model_validate(right), profile))}
+    assert rule not in {
+        finding.rule for finding in evaluate(RuleContext(FineTuneJobSpec.model_validate(right), profile, JOB.name))
+    }
     return FineTuneJobSpec.model_validate(wrong), FineTuneJobSpec.model_validate(right)
 
 

@@ -73,6 +73,23 @@ def test_a_named_claim_is_nobodys_to_delete():
     ]
 
 
+@pytest.mark.reproduces("output-deleted-with-job")
+def test_results_go_with_a_claim_that_belongs_to_the_job():
+    """The garbage collector deletes what the job owns, and what is on it."""
+    changes = {
+        CLAIM: None,
+        f"{TEMPLATE}.storage": "10Gi",
+        "workspace.retain": "Delete",
+        "output.destination": f"pvc://{MADE}/out",
+    }
+    found = specs("output-deleted-with-job", changes)
+    for spec, owners in zip(found, ([JOB.uid], []), strict=True):
+        (claim,) = made(spec)
+        plan = resolve(JOB, spec, None)
+        assert plan.output.claim == claim["metadata"]["name"]
+        assert [owner["uid"] for owner in claim["metadata"].get("ownerReferences", [])] == owners
+
+
 @pytest.mark.reproduces("workspace-inside-data")
 @pytest.mark.parametrize(
     "records",

@@ -327,7 +327,7 @@ class ObservedBuilder:
             pods=self.pods,
             plan=plan,
             gang_nodes=self.gang_nodes,
-            service_exists=self.service_exists,
+            service_uid="uid-service" if self.service_exists else "",
             claims=frozenset(claims_named_by(parsed.spec, name)) - self.missing_claims,
             conflicts=self.conflicts,
             vanishing=self.vanishing,

@@ -85,7 +85,7 @@ class SimulatedCluster:
             batch_jobs=shown.batch_jobs,
             pods=shown.pods,
             plan=shown.plan,
-            service_exists=shown.service_exists,
+            service_uid="uid-service" if shown.service_exists else "",
             claims=shown.claims,
         )
         if not needs_live_list(observed):

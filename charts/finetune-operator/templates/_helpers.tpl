@@ -151,7 +151,7 @@ No Secrets: pods name them, the operator never reads them. No creating of pods: 
 {{- end }}
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
-  verbs: [get, create]
+  verbs: [get, create, delete]
 - apiGroups: [""]
   resources: [events]
   verbs: [get, watch, create, patch]

@@ -111,7 +111,7 @@ def validate_files(files: Sequence[tuple[str, str]], profile: str | None = None)
 def judge(job: FineTuneJob, profile: FineTuneProfileSpec | None) -> tuple[DocumentOutcome, tuple[Finding, ...]]:
     """What the rules say about a job."""
     foreign = foreign_trackers(job.spec.training.trackers or ())
-    findings = (*evaluate(RuleContext(job.spec, profile)), *(() if foreign is None else (foreign,)))
+    findings = (*evaluate(RuleContext(job.spec, profile, job.metadata.name)), *(() if foreign is None else (foreign,)))
     refused = any(finding.severity == "error" for finding in findings)
     return (DocumentOutcome.REFUSED if refused else DocumentOutcome.ACCEPTED), findings
 

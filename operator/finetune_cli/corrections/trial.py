@@ -176,7 +176,8 @@ def _rule_errors(wrong: WrongField, content: Any) -> dict[str, str]:
         job = read(FineTuneJob, with_generated_name(content))
     except ValidationError:
         return {}
-    return {each.rule: each.message for each in evaluate(RuleContext(job.spec)) if each.severity == "error"}
+    findings = evaluate(RuleContext(job.spec, job_name=job.metadata.name))
+    return {each.rule: each.message for each in findings if each.severity == "error"}
 
 
 def _changes(content: Any, proposal: Proposal) -> tuple[FieldChange, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from finetune_job.api.enumerations import MergeBase
@@ -53,7 +54,7 @@ def quantization_without_qlora(context: RuleContext) -> Problem | None:
 def _as_packed(context: RuleContext, kind: MethodType) -> dict[str, Any]:
     """The type, and what the rules below would change next in settings that nothing has read so far."""
     method = context.spec.method.model_copy(update={"type": kind})
-    packed = RuleContext(context.spec.model_copy(update={"method": method}), context.profile)
+    packed = replace(context, spec=context.spec.model_copy(update={"method": method}))
     found = [each.check(packed) for each in RULES if each.severity == "error"]
     next_changes = [change for finding in found if finding is not None for change in finding.changes]
     return {_TYPE: kind, **{change.field.removeprefix("spec."): change.value for change in next_changes}}

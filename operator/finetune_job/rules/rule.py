@@ -1,4 +1,4 @@
-"""What a rule is: what it may look at (manifest and profile, nothing else), how a topic defines one, and what it finds.
+"""What a rule is: what it may look at (a job, a profile and nothing else), how a topic defines one, what it finds.
 
 A check returns a `Problem`; the rule makes it a `Finding`, whose changes `with_changes` applies to a manifest.
 """
@@ -43,6 +43,8 @@ class RuleContext:
     spec: FineTuneJobSpec
     profile: FineTuneProfileSpec | None = None
     """None if no profile is known, as in `finetune validate` on a laptop without one."""
+    job_name: str = ""
+    """By which the claim of the workspace's template is called; empty if the job is not known."""
 
     @cached_property
     def plan(self) -> RunPlan:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune_job.api.base import ClaimPath, parse_source
+from finetune_job.api.base import ClaimPath, parse_destination, parse_source
+from finetune_job.api.output import RetainPolicy
+from finetune_job.names import workspace_claim_name
 from finetune_job.plan.inputs import named_sources
 from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
 from finetune_job.rules.rule_tables import NoEffect, no_effect_rules
 
 _CLAIM = "workspace.claimName"
 _TEMPLATE = "workspace.volumeClaimTemplate"
+_RETAIN = "workspace.retain"
+_DESTINATION = "output.destination"
 
 
 def _suggested_template(context: RuleContext) -> dict[str, Any]:
@@ -105,11 +109,40 @@ def start_needs_named_claim(context: RuleContext) -> Problem | None:
     )
 
 
+@rule(
+    "output-deleted-with-job",
+    "Results are not on a claim that is deleted with the job",
+    reads=(_DESTINATION, _TEMPLATE, _RETAIN),
+    sources=("this product: with retain: Delete the job owns the claim that is made from its template",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_workspace.py::test_results_go_with_a_claim_that_belongs_to_the_job",
+        "no error: whoever deletes the job deletes adapter and merged model with it",
+    ),
+    holds_for=OURS,
+)
+def output_deleted_with_job(context: RuleContext) -> Problem | None:
+    workspace, target = context.spec.workspace, parse_destination(context.spec.output.destination)
+    is_deleted = workspace.volume_claim_template is not None and workspace.retain is RetainPolicy.DELETE
+    # Of a workspace that is named and made, another rule speaks.
+    if not is_deleted or workspace.claim_name is not None or not isinstance(target, ClaimPath):
+        return None
+    if not context.job_name or target.claim != workspace_claim_name(context.job_name):
+        return None
+    return Problem(
+        field=_RETAIN,
+        value=workspace.retain,
+        message=f"{_DESTINATION} ({context.spec.output.destination}) is on the claim that is made from {_TEMPLATE} and deleted "
+        "with the job, and the results with it",
+        fix=f"set {_RETAIN} to Keep, or {_DESTINATION} to a claim that is not the job's own",
+        changes={_RETAIN: RetainPolicy.KEEP},
+    )
+
+
 NO_EFFECT = (
     NoEffect(
         "retain-with-named-claim",
         "A named claim is never deleted",
-        ("workspace.retain",),
+        (_RETAIN,),
         (_CLAIM,),
         lambda context: context.spec.workspace.claim_name is not None,
         "only a claim made from the template belongs to the job and can go with it",
@@ -119,4 +152,10 @@ NO_EFFECT = (
         ),
     ),
 )
-RULES = (workspace_claim_or_template, start_needs_named_claim, *no_effect_rules(__name__, NO_EFFECT), workspace_inside_data)
+RULES = (
+    workspace_claim_or_template,
+    start_needs_named_claim,
+    *no_effect_rules(__name__, NO_EFFECT),
+    workspace_inside_data,
+    output_deleted_with_job,
+)

@@ -177,14 +177,13 @@ class Api:
         return await self.request("PATCH", kind.path(None, name), query, body=body, content_type=APPLY_PATCH, verb="APPLY")
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, force: bool = False) -> Document:
-        """Delete in the foreground, dependents first. `uid`: precondition; empty: none. `force`: without a grace period.
+        """Delete in the foreground, dependents first. `uid`: precondition. `force`: without a grace period.
 
         The policy is always given: the server's default for Jobs orphans their pods. Returns the object as long as something
         holds it, a Status once it is gone.
         """
         options: Document = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
-        if uid:
-            options["preconditions"] = {"uid": uid}
+        options["preconditions"] = {"uid": uid}
         if force:
             options["gracePeriodSeconds"] = 0
         return await self.request("DELETE", kind.path(namespace, name), body=options)

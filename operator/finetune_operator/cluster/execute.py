@@ -21,6 +21,7 @@ from finetune_operator.cluster.projection import utc_now
 from finetune_operator.cluster.recorder import EventRecorder
 from finetune_operator.decide.actions import Actions, Create, Delete, Ungate
 from finetune_operator.decide.observed import JobView
+from finetune_operator.decide.stage import is_started
 
 
 class PassOutcome(StrEnum):
@@ -33,7 +34,7 @@ class PassOutcome(StrEnum):
     REPEATED = "repeated"
     """What was to be done had been done already, or may not be done: nothing is different from before the pass."""
     OUTDATED = "outdated"
-    """The job had changed since it was observed; nothing was done."""
+    """The job, or its place in the line, had changed since it was observed; nothing was done."""
     GONE = "gone"
     """The job was deleted meanwhile."""
 
@@ -52,10 +53,11 @@ class Executor:
         """Raises ApiError and ApiUnreachableError; what was done until then remains, and the next pass continues from there."""
         job = gathered.observed.job
         patch = {} if actions.status is None else merge_patch(gathered.raw_status, status_document(actions.status))
-        if patch:
-            refused = await self._write_status(job, patch)
-            if refused is not None:
-                return refused
+        if starts(job, actions) and not self._reserve(job):
+            return PassOutcome.OUTDATED
+        refused = await (self._write_status(job, patch) if patch else self._give_back(job))
+        if refused is not None:
+            return refused
         has_effect = bool(patch)
         for delete in actions.deletes:
             has_effect |= await self._delete(job, delete)
@@ -78,15 +80,37 @@ class Executor:
         except ApiError as error:
             if error.is_not_found:
                 return PassOutcome.GONE
+            if is_refused(error):
+                self._end_reservation(job)
             if not error.is_conflict:
                 raise
-            current = await self.api.get(JOBS, job.namespace, job.name)
-            if current is None:
-                return PassOutcome.GONE
-            self.cache.take(JOBS, current)
-            return PassOutcome.OUTDATED
+            return await self._read_again(job)
         self.cache.take(JOBS, written)
         return None
+
+    async def _read_again(self, job: JobView) -> PassOutcome:
+        """Learn the state of a job that is another one than was observed."""
+        current = await self.api.get(JOBS, job.namespace, job.name)
+        if current is None:
+            return PassOutcome.GONE
+        self.cache.take(JOBS, current)
+        self._end_reservation(job)
+        return PassOutcome.OUTDATED
+
+    def _reserve(self, job: JobView) -> bool:
+        """Take a place among the active jobs of the line. Nothing may be awaited between the look and the reservation."""
+        held = self.cache.job_of_uid(job.uid)
+        return held is None or self.cache.lines.reserve(held)
+
+    def _end_reservation(self, job: JobView) -> None:
+        held = self.cache.job_of_uid(job.uid)
+        if held is not None and self.cache.lines.has_reserved(held):
+            self.cache.lines.give_back(held)
+
+    async def _give_back(self, job: JobView) -> PassOutcome | None:
+        """A pass that does not start the job: one before it may have tried to and has had no answer."""
+        held = self.cache.job_of_uid(job.uid)
+        return await self._read_again(job) if held is not None and self.cache.lines.has_reserved(held) else None
 
     async def _delete(self, job: JobView, delete: Delete) -> bool:
         """Whether the server accepted it."""
@@ -97,11 +121,12 @@ class Executor:
             # Gone already, or replaced by another object that took the name: neither is the one that was meant.
             if not (error.is_not_found or error.is_conflict):
                 raise
-            self.cache.found_gone(kind, delete.uid)
+            if kind in WATCHED:
+                self.cache.found_gone(kind, delete.uid)
             return False
-        if answer.get("kind") == kind.name:
+        if kind in WATCHED and answer.get("kind") == kind.name:
             self.cache.take(kind, answer)
-        elif delete.uid:
+        elif kind in WATCHED:
             self.cache.found_gone(kind, delete.uid)
         return True
 
@@ -151,6 +176,11 @@ class Executor:
         if kind in WATCHED:
             self.cache.found(kind, found)
         return False
+
+
+def starts(job: JobView, actions: Actions) -> bool:
+    """Whether the status write freezes the plan: from then on the job is one of the active ones."""
+    return actions.status is not None and is_started(actions.status) and not is_started(job.status)
 
 
 def is_refused(error: ApiError) -> bool:

@@ -14,22 +14,15 @@ from random import random
 from typing import Any
 
 from finetune_job.api.job import FineTuneJobSpec
-from finetune_job.names import (
-    DEFAULT_PROFILE,
-    LABEL_JOB,
-    LABEL_MANAGED_BY,
-    MANAGED_BY,
-    gang_configmap_name,
-    plan_configmap_name,
-    workspace_claim_name,
-)
+from finetune_job.names import DEFAULT_PROFILE, gang_configmap_name, plan_configmap_name, service_name, workspace_claim_name
 from finetune_job.progress import Progress
 from finetune_operator.children.claims import claims_named_by
 from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
-from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOBS, SERVICES, Kind
+from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, SERVICES, Kind
 from finetune_operator.cluster.live_reads import LiveReads
+from finetune_operator.cluster.namesakes import TemplateClaim, is_of_namesake, template_claim
 from finetune_operator.cluster.namespaces import Namespaces
 from finetune_operator.cluster.nodes import read_nodes
 from finetune_operator.cluster.notes import JobNotes, refused_write
@@ -40,6 +33,7 @@ from finetune_operator.cluster.warning_events import WarningEvents
 from finetune_operator.cluster.workloads import Workloads, num_waiting
 from finetune_operator.decide.blocked import needs_live_list
 from finetune_operator.decide.device_faults import nodes_in_question
+from finetune_operator.decide.finish import has_expired
 from finetune_operator.decide.observed import GangNodesView, JobView, Observed, PlaceInLine, ProfileView
 from finetune_operator.decide.stage import attempt_of, current_role, is_ended, is_started, is_terminal
 from finetune_operator.decide.train_stage import queue_of_growth
@@ -136,14 +130,15 @@ class Gatherer:
             revisits.append(look_up_again)
         profile = self._profile(job.spec, raw_spec)
         vanishing, conflicts = await self._conflicts(job, notes, revisits)
+        is_begun = has_begun(self._with_children(Observed(job=job, profile=profile)))
         observed = self._with_children(
             Observed(
                 job=job,
                 profile=profile,
                 operator_namespace=self._operator_namespace,
-                claims=await self._claims(job, now, revisits),
-                vanishing=vanishing,
-                conflicts=conflicts,
+                claims=await self._claims(job, now, revisits, vanishing, is_begun=is_begun),
+                vanishing=_named(vanishing),
+                conflicts=_named(conflicts),
                 refused=notes.refused,
                 line=self._line(held, job, profile),
                 progress=notes.progress,
@@ -168,6 +163,8 @@ class Gatherer:
             observed = replace(observed, waiting_in_queue=await num_waiting(self._api, job.namespace, queue))
         if is_terminal(job.status):
             notes.listed = None
+        if has_expired(observed, now):
+            observed = replace(observed, network_policies=await self._live.network_policies(job))
         if notes.is_empty:
             self._forget(job.uid)
         return Gathered(observed, raw_status, min(revisits, default=None), cpu_seconds)
@@ -182,14 +179,14 @@ class Gatherer:
     def _with_children(self, observed: Observed) -> Observed:
         """As the cache knows them now."""
         uid, name = observed.job.uid, observed.job.name
-        config_maps = self._cache.owned(CONFIG_MAPS, uid)
+        config_maps, services = self._cache.owned(CONFIG_MAPS, uid), self._cache.owned(SERVICES, uid)
         return replace(
             observed,
             batch_jobs=tuple(item.batch_job for item in self._cache.owned(BATCH_JOBS, uid) if item.batch_job is not None),
             pods=tuple(item.pod for item in self._cache.pods_of(uid) if item.pod is not None),
             plan=next((self._reader.plan(item) for item in config_maps if item.key.name == plan_configmap_name(name)), None),
             gang_nodes=next((_gang_nodes(item) for item in config_maps if item.key.name == gang_configmap_name(name)), None),
-            service_exists=bool(self._cache.owned(SERVICES, uid)),
+            service_uid=next((item.key.uid for item in services if item.key.name == service_name(name)), ""),
         )
 
     def _line(self, held: CachedObject, job: JobView, profile: ProfileView) -> PlaceInLine | None:
@@ -203,25 +200,37 @@ class Gatherer:
         held = self._cache.profile(str(name))
         return ProfileView(name=str(name)) if held is None else self._reader.profile(held)
 
-    async def _claims(self, job: JobView, now: datetime, revisits: list[float]) -> frozenset[str]:
-        if job.spec is None or is_ended(job.status):
+    async def _claims(
+        self, job: JobView, now: datetime, revisits: list[float], vanishing: set[tuple[Kind, str]], *, is_begun: bool
+    ) -> frozenset[str]:
+        """Those that exist. A template's claim that goes with an earlier job does not count, and is added to `vanishing`."""
+        if job.spec is None or job.deleting or is_ended(job.status):
             return frozenset()
         made = job.spec.workspace.volume_claim_template is not None
         present = set()
         for claim in claims_named_by(job.spec, job.name):
             # A claim that has the name of a template's by chance is somebody else's, and is not taken: the create meets it.
             is_own = made and claim == workspace_claim_name(job.name)
-            place = (job.namespace, f"{claim} of {job.name}" if is_own else claim)
+            place = (job.namespace, f"{claim} of {job.uid}" if is_own else claim)
             seen = self._claims_seen.get(place)
             if seen is None or (now - seen).total_seconds() > CLAIM_SEEN_SECONDS:
                 found = await self._api.get(CLAIMS, job.namespace, claim)
-                if found is None or (is_own and not _is_made_for(found, job.name)):
+                state = self._template_claim(found, job, is_begun=is_begun) if is_own and found is not None else None
+                if state is TemplateClaim.VANISHING:
+                    vanishing.add((CLAIMS, claim))
+                if found is None or state in (TemplateClaim.VANISHING, TemplateClaim.FOREIGN):
                     self._claims_seen.pop(place, None)
-                    revisits.append(MISSING_RETRY_SECONDS)
+                    revisits.append(MISSING_RETRY_SECONDS if state is not TemplateClaim.VANISHING else VANISHING_RETRY_SECONDS)
                     continue
-                self._note_claim(place, now)
+                if is_begun or not is_own:
+                    # One that is not the job's yet is looked at until the plan is frozen.
+                    self._note_claim(place, now)
             present.add(claim)
         return frozenset(present)
+
+    def _template_claim(self, claim: Document, job: JobView, *, is_begun: bool) -> TemplateClaim:
+        key = self._cache.key_of(CLAIMS, claim)
+        return TemplateClaim.FOREIGN if key is None else template_claim(key, claim, job, is_begun=is_begun)
 
     def _note_claim(self, place: tuple[str, str], now: datetime) -> None:
         self._claims_seen[place] = now
@@ -245,7 +254,9 @@ class Gatherer:
             pods.append(replace(pod, events=events))
         return replace(observed, batch_jobs=batch_jobs, pods=tuple(pods))
 
-    async def _conflicts(self, job: JobView, notes: JobNotes, revisits: list[float]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    async def _conflicts(
+        self, job: JobView, notes: JobNotes, revisits: list[float]
+    ) -> tuple[set[tuple[Kind, str]], set[tuple[Kind, str]]]:
         """What has the name of a child and is not ours: what an earlier job of this name has left and is going, and the rest."""
         vanishing: set[tuple[Kind, str]] = set()
         standing: set[tuple[Kind, str]] = set()
@@ -254,12 +265,12 @@ class Gatherer:
             key = None if document is None else self._cache.key_of(kind, document)
             if document is None or key is None or belongs_to(document, job.uid):
                 continue
-            is_of_namesake = key.is_controlled_by(JOBS) and key.owner_name == job.name
-            (vanishing if key.is_deleting and is_of_namesake else standing).add((kind, name))
+            is_marked = kind == CLAIMS and template_claim(key, document, job) is TemplateClaim.VANISHING
+            (vanishing if is_marked or is_of_namesake(key, job) else standing).add((kind, name))
         notes.conflicts = frozenset(vanishing | standing)
         if notes.conflicts:
             revisits.append(VANISHING_RETRY_SECONDS if vanishing else MISSING_RETRY_SECONDS)
-        return _named(vanishing), _named(standing)
+        return vanishing, standing
 
     def _forget_settled_evidence(self, job: JobView) -> None:
         """Gone pods are needed until status has the outcome of their attempt."""
@@ -284,9 +295,3 @@ def _gang_nodes(held: CachedObject) -> GangNodesView:
 
 def _named(objects: set[tuple[Kind, str]]) -> tuple[str, ...]:
     return tuple(sorted(f"{kind.name}/{name}" for kind, name in objects))
-
-
-def _is_made_for(claim: Document, job_name: str) -> bool:
-    """By its labels, because a claim that is kept after its job has no owner, and the next job of that name takes it."""
-    labels = claim["metadata"].get("labels") or {}
-    return labels.get(LABEL_MANAGED_BY) == MANAGED_BY and labels.get(LABEL_JOB) == job_name

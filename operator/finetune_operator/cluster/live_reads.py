@@ -9,13 +9,14 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
+from finetune_job.names import network_policy_name
 from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.cache import Cache
-from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, PODS, Kind
+from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, NETWORK_POLICIES, PODS, Kind
 from finetune_operator.cluster.notes import JobNotes, LiveList
 from finetune_operator.cluster.object_key import ObjectKey, labelled_job_uid
 from finetune_operator.cluster.raw_objects import Fields
-from finetune_operator.decide.observed import JobView, LiveChildren, LiveJob, LivePod
+from finetune_operator.decide.observed import JobView, LiveChildren, LiveJob, LivePod, PolicyView
 
 UNWATCHED_SECONDS = 15.0
 """How often an object is read of which no watch tells because its label was removed."""
@@ -57,6 +58,16 @@ class LiveReads:
             self._cache.found_gone(kind, key.uid)
             return False
         return self._cache.found(kind, document)
+
+    async def network_policies(self, job: JobView) -> tuple[PolicyView, ...]:
+        """Those of the job that nobody has deleted."""
+        found = []
+        for name in (network_policy_name(job.name), network_policy_name(job.name, ways_out=True)):
+            document = await self._api.get(NETWORK_POLICIES, job.namespace, name)
+            key = None if document is None else self._cache.key_of(NETWORK_POLICIES, document)
+            if key is not None and _is_controlled_by(key, job.uid) and not key.is_deleting:
+                found.append(PolicyView(name, key.uid))
+        return tuple(found)
 
     async def children(self, job: JobView, notes: JobNotes, now: datetime) -> LiveChildren:
         """Lists without label selector, filtered by owner UID. Only metadata travels."""

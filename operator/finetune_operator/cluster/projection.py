@@ -106,7 +106,7 @@ def _compressed(fields: Fields, document: Document, *parts: str) -> tuple[bytes,
     metadata = document["metadata"]
     kept["metadata"] = {
         name: metadata[name]
-        for name in ("namespace", "name", "uid", "generation", "creationTimestamp", "deletionTimestamp")
+        for name in ("namespace", "name", "uid", "generation", "creationTimestamp", "deletionTimestamp", "finalizers")
         if name in metadata
     }
     return packed(kept)

@@ -60,6 +60,8 @@ PROFILES_AT_A_TIME = 64
 LARGEST_KEPT = 64 << 10
 """Bytes of JSON. What is larger is read again each time: a thousand manifests of a tenant may be a megabyte of objects each."""
 _MOST_LINES, _LONGEST_LINE = 32, 1024
+ORPHAN_FINALIZER = "orphan"
+"""Of the garbage collector, on what is deleted with the policy Orphan."""
 
 
 class ParsedJob(NamedTuple):
@@ -132,8 +134,13 @@ class Reader:
             spec_error=spec.error,
             status=status,
             deleting="deletionTimestamp" in metadata,
+            orphaning="deletionTimestamp" in metadata and _has(metadata.get("finalizers"), ORPHAN_FINALIZER),
         )
         return ParsedJob(view, raw, document.get("status") or {}, held.size > LARGEST_KEPT)
+
+
+def _has(items: Any, item: str) -> bool:
+    return isinstance(items, list) and item in items
 
 
 def _read_spec(document: Document) -> _Spec:

@@ -1,5 +1,9 @@
 """The lines of jobs that wait for their turn under a profile's `maxActiveJobs`: one per namespace and profile, the oldest
 first.
+
+A line orders those who wait, and does not bind the others: many jobs that were stalled, or that an edit has brought here, can
+become ready at the same moment, and each of their passes sees a free place. So a place is reserved, in the moment in which it is
+found free, before the write by which a job starts is sent.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ class WaitingLines:
     def __init__(self) -> None:
         self._lines: dict[tuple[str, str], _WaitingLine] = {}
         self._places: dict[str, tuple[tuple[str, str], _Waiter, bool]] = {}
-        """Job UID -> its line, its place, and whether it is active."""
+        """Job UID -> its line, its place, and whether it is active, or has reserved a place to become so."""
         self._limits: dict[str, int] = {}
         """Profile -> `maxActiveJobs`, where it sets one."""
 
@@ -45,6 +49,31 @@ class WaitingLines:
         if line is None:
             return 0
         return len(line.active) - (held.key.uid in line.active) + bisect_left(line.waiting, _place_of(held))
+
+    def reserve(self, held: CachedObject) -> bool:
+        """Count a job that is about to start as active. False: there is no place for it.
+
+        Its next state, or `give_back`, ends the reservation. Whatever state comes next tells what has become of the write: that
+        has this one as its precondition.
+        """
+        uid, line = held.key.uid, _line_of(held)
+        limit, before = self._limits.get(line[1]), self._places.get(uid)
+        if limit is None or (before is not None and before[0] == line and before[2]):
+            return True
+        if self.ahead_of(held) >= limit:
+            return False
+        self.drop(uid)
+        self._add(uid, line, _place_of(held), is_active=True)
+        return True
+
+    def has_reserved(self, held: CachedObject) -> bool:
+        """Whether a job that has not started, as far as is known, is counted as active."""
+        before = self._places.get(held.key.uid)
+        return before is not None and before[2] and not (held.summary is not None and held.summary.is_started)
+
+    def give_back(self, held: CachedObject) -> None:
+        """The job has not started: it is again what its state says."""
+        self.put(held)
 
     def limit(self, profile: str, most: int | None) -> None:
         """Take in what a profile allows."""
@@ -57,21 +86,27 @@ class WaitingLines:
         uid, summary = held.key.uid, held.summary
         before = self._places.get(uid)
         now = None
-        if summary is not None and (summary.is_waiting or (summary.is_started and not summary.is_finished)):
+        # A deleted job that a finalizer holds does not start any more.
+        is_waiting = summary is not None and summary.is_waiting and not held.key.is_deleting
+        if summary is not None and (is_waiting or (summary.is_started and not summary.is_finished)):
             now = (_line_of(held), _place_of(held), summary.is_started)
         if before == now:
             return set()
         woken = self.drop(uid)
         if now is None:
             return woken
-        self._places[uid] = now
-        line = self._lines.setdefault(now[0], _WaitingLine())
-        if now[2]:
+        key, place, is_active = now
+        self._add(uid, key, place, is_active=is_active)
+        # Who starts goes from the line to the active ones: nobody's turn has come by that.
+        return set() if before is not None and before[0] == key else woken
+
+    def _add(self, uid: str, key: tuple[str, str], place: _Waiter, *, is_active: bool) -> None:
+        self._places[uid] = (key, place, is_active)
+        line = self._lines.setdefault(key, _WaitingLine())
+        if is_active:
             line.active.add(uid)
         else:
-            insort(line.waiting, now[1])
-        # Who starts goes from the line to the active ones: nobody's turn has come by that.
-        return set() if before is not None and before[0] == now[0] else woken
+            insort(line.waiting, place)
 
     def drop(self, uid: str) -> set[JobKey]:
         """A job has ended or is gone. Returns the job whose turn may have come by it."""

@@ -21,6 +21,8 @@ from finetune_job.api.status import FineTuneJobStatus
 from finetune_job.finding import Finding
 from finetune_job.reasons import Reason
 
+DeletedKind = Literal["Job", "Service", "ConfigMap", "NetworkPolicy", "Pod"]
+
 
 @dataclass(frozen=True)
 class Create:
@@ -43,10 +45,10 @@ class Create:
 class Delete:
     """Delete a child in the job's namespace, in the foreground."""
 
-    kind: Literal["Job", "Service", "ConfigMap", "Pod"]
+    kind: DeletedKind
     name: str
     uid: str
-    """Precondition: an object that took the name since is left alone. Empty: no precondition."""
+    """Precondition: an object that took the name since is left alone."""
     force: bool = False
     """Without a grace period: of a pod whose node is lost, and only where the profile allows it."""
 

@@ -40,11 +40,14 @@ def needs_live_list(observed: Observed) -> bool:
     """Whether the next step may only be taken after a live list has shown that nothing of what was created runs.
 
     The next Job is created by it, but for the first of a role that no pass has decided to create yet; and a job whose end has to
-    wait for its pods is finished by it.
+    wait for its pods is finished by it. Of a job that is being deleted nothing may run either.
     """
     status, spec = observed.job.status, observed.job.spec
     if is_ended(status):
         return is_started(status) and not is_terminal(status)
+    if observed.job.deleting:
+        # What no watch shows is looked for once nothing else is left.
+        return is_started(status) and not observed.batch_jobs
     if not is_started(status) or spec is None or spec.run.suspend:
         return False
     role = current_role(status)

@@ -6,14 +6,16 @@ time to live nothing is left but the FineTuneJob and its claims.
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from finetune_job.api.status import Attempt, FineTuneJobStatus
 from finetune_job.conditions import find_condition, is_condition_true
 from finetune_job.names import service_name
 from finetune_job.reasons import STAGES, AttemptOutcome, ConditionType, Reason
 from finetune_operator.decide.job_state import ends_by_itself
-from finetune_operator.decide.observed import Observed
+from finetune_operator.decide.observed import JobView, Observed
 from finetune_operator.decide.pass_result import PassResult
-from finetune_operator.decide.stage import is_started
+from finetune_operator.decide.stage import is_started, is_terminal
 from finetune_operator.decide.times import moment_after, timestamp
 
 REQUEUE_SECONDS = 30.0
@@ -110,6 +112,18 @@ def stop_running(observed: Observed, result: PassResult) -> None:
             result.delete_object("Pod", pod.name, pod.uid)
 
 
+def stop_deleted(observed: Observed, result: PassResult) -> None:
+    """Somebody has deleted the job, and a finalizer holds it: soon nothing will look after what runs of it. Creates nothing."""
+    stop_running(observed, result)
+    running = still_running(observed)
+    waits = f"Waiting until {running} has ended." if running else "Nothing of it runs any more."
+    said = f"The job is deleted, and a finalizer holds it. {waits}"
+    for kind in (ConditionType.READY, ConditionType.FINISHED):
+        result.condition(kind, False, Reason.STOPPING, said)
+    if running:
+        result.requeue_after(REQUEUE_SECONDS)
+
+
 def still_running(observed: Observed) -> str:
     """What of an ended job can still run, on which nodes; empty: nothing."""
     jobs = [f"Job {job.name}" for job in observed.batch_jobs if not ends_by_itself(job, observed.pods_of(job.role, job.attempt))]
@@ -123,10 +137,8 @@ def still_running(observed: Observed) -> str:
 
 def retain(observed: Observed, result: PassResult) -> None:
     """Delete Jobs that still run, and every child once the time to live is over. Creates nothing."""
-    job = observed.job
     stop_running(observed, result)
-    ttl = job.spec.run.ttl_seconds_after_finished if job.spec is not None else None
-    end = moment_after(job.status.completion_time, ttl) if ttl is not None else None
+    end = _end_of_life(observed.job)
     if end is None:
         return
     if result.now < end:
@@ -135,7 +147,21 @@ def retain(observed: Observed, result: PassResult) -> None:
     for batch_job in observed.batch_jobs:
         result.delete(batch_job)
     if observed.service_exists:
-        result.delete_object("Service", service_name(job.name), "")
-    for config_map in (observed.plan, observed.gang_nodes):
+        result.delete_object("Service", service_name(observed.job.name), observed.service_uid)
+    for policy in observed.network_policies:
+        result.delete_object("NetworkPolicy", policy.name, policy.uid)
+    # The plan last: as long as it is there, the policies, which no watch shows, are looked up.
+    for config_map in (observed.gang_nodes, observed.plan):
         if config_map is not None:
             result.delete_object("ConfigMap", config_map.name, config_map.uid)
+
+
+def has_expired(observed: Observed, now: datetime) -> bool:
+    """Whether the time to live of a job is over and something is left that goes with it."""
+    end = _end_of_life(observed.job) if is_terminal(observed.job.status) else None
+    return end is not None and now >= end and bool(observed.plan or observed.batch_jobs or observed.service_exists)
+
+
+def _end_of_life(job: JobView) -> datetime | None:
+    ttl = job.spec.run.ttl_seconds_after_finished if job.spec is not None else None
+    return moment_after(job.status.completion_time, ttl) if ttl is not None else None

@@ -33,6 +33,9 @@ class JobView:
     """What the parser said, one line per wrong field."""
     status: FineTuneJobStatus = field(default_factory=FineTuneJobStatus)
     deleting: bool = False
+    """Somebody has deleted it, and a finalizer holds it."""
+    orphaning: bool = False
+    """With the policy Orphan: what it owns is to stay."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,14 @@ class GangNodesView:
 
 
 @dataclass(frozen=True)
+class PolicyView:
+    """A NetworkPolicy of the job."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
 class LiveJob:
     """A batch Job that a live list has shown."""
 
@@ -262,11 +273,16 @@ class Observed:
     pods: tuple[PodView, ...] = ()
     plan: ConfigMapView | None = None
     gang_nodes: GangNodesView | None = None
-    service_exists: bool = False
+    service_uid: str = ""
+    """Of the gang's Service; empty: there is none that is ours."""
+    network_policies: tuple[PolicyView, ...] = ()
+    """Looked up if `decide.finish.has_expired` says so."""
     claims: frozenset[str] = frozenset()
-    """Of the claims in `children.claims.claims_named_by(spec, job name)`, the names of those that exist."""
+    """Of the claims in `children.claims.claims_named_by(spec, job name)`, the names of those that exist; of the one that the
+    template makes, before anything has begun, only if it stays."""
     vanishing: tuple[str, ...] = ()
-    """`Kind/name` of objects of an earlier job of this name that have the name of a child and are being deleted."""
+    """`Kind/name` of objects of an earlier job of this name that have the name of a child and go: they are being deleted, or the
+    garbage collector will come to them."""
     conflicts: tuple[str, ...] = ()
     """`Kind/name` of other objects that have the name of a child and are not ours, as creates met them. Looked up again
     in every pass (they may be removed), since nothing is created while there is one."""
@@ -285,6 +301,11 @@ class Observed:
     None: not looked up, or not known."""
     progress: Progress | None = None
     """Latest progress of rank 0, given only when it is due to be written; None leaves the status as it is."""
+
+    @property
+    def service_exists(self) -> bool:
+        """Whether the gang's Service is there."""
+        return bool(self.service_uid)
 
     def batch_job(self, role: Role, attempt: int) -> BatchJobView | None:
         """The Job of a role and attempt, deleting ones included."""

@@ -16,7 +16,7 @@ from finetune_job.conditions import ConditionValue, find_condition, initial_cond
 from finetune_job.finding import MAX_TEXT_LENGTH, Finding
 from finetune_job.reasons import ConditionType, Reason
 from finetune_job.stored_status import with_short_findings
-from finetune_operator.decide.actions import Actions, Create, Delete, Emit, Ungate
+from finetune_operator.decide.actions import Actions, Create, Delete, DeletedKind, Emit, Ungate
 from finetune_operator.decide.observed import BatchJobView, JobView
 from finetune_operator.decide.times import timestamp
 
@@ -77,9 +77,7 @@ class PassResult:
         if not batch_job.deleting:
             self.delete_object("Job", batch_job.name, batch_job.uid)
 
-    def delete_object(
-        self, kind: Literal["Job", "Service", "ConfigMap", "Pod"], name: str, uid: str, *, force: bool = False
-    ) -> None:
+    def delete_object(self, kind: DeletedKind, name: str, uid: str, *, force: bool = False) -> None:
         """Delete a child."""
         self._deletes[(kind, name)] = Delete(kind, name, uid, force)
 

@@ -2,7 +2,7 @@
 
 Level-based: it reads what is there and never how it came about, so that a pass may be repeated, lost, or cut off between any
 two of its effects. Called by the worker for every key on its queue. The order of the questions below is the order of
-precedence: an end is final, a cancellation beats a suspension, a suspension beats every trouble.
+precedence: an end is final, a deletion beats a cancellation, that beats a suspension, and a suspension beats every trouble.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.decide.actions import Actions
 from finetune_operator.decide.blocked import delete_earlier_attempts
-from finetune_operator.decide.finish import conclude, finish_cancelled, finish_failed, retain
+from finetune_operator.decide.finish import conclude, finish_cancelled, finish_failed, retain, stop_deleted
 from finetune_operator.decide.frozen_plan import PlanLost, frozen_plan
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.pass_result import PassResult
@@ -41,13 +41,16 @@ def reconcile(observed: Observed, now: datetime) -> Actions:
     """What is to be done about one FineTuneJob. `now`: aware, UTC."""
     job = observed.job
     result = PassResult(job, now)
-    if job.deleting:
+    if job.orphaning or (job.deleting and not is_started(job.status)):
         return Actions()
     if is_terminal(job.status):
         retain(observed, result)
         return result.actions()
     if is_ended(job.status):
         conclude(observed, result)
+        return result.actions()
+    if job.deleting:
+        stop_deleted(observed, result)
         return result.actions()
     if job.spec is not None and not awaits_retry(job.status):
         result.set(retry_handled=max(job.spec.run.retry, job.status.retry_handled))
@@ -117,6 +120,8 @@ def _waits_for_name(observed: Observed, result: PassResult) -> bool:
     if observed.vanishing:
         said = f"{', '.join(observed.vanishing)} of an earlier job of this name is still being deleted."
         result.condition(ConditionType.READY, False, Reason.PENDING, said)
+        # It passes by itself, whatever was said of it before.
+        result.condition(ConditionType.STALLED, False, Reason.HEALTHY)
         result.requeue_after(REQUEUE_SECONDS)
         return True
     taken = _conflict(observed)

@@ -103,7 +103,7 @@ def _accepted_plan(observed: Observed, result: PassResult) -> RunPlan | None:
         if observed.namespace is not None:
             result.requeue_after(REQUEUE_SECONDS)
         return None
-    findings = evaluate(RuleContext(job.spec, profile.spec))
+    findings = evaluate(RuleContext(job.spec, profile.spec, job.name))
     result.find(status_findings(findings))
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:

@@ -208,12 +208,11 @@ def test_job_that_acts_for_ever_is_stopped_for_a_pause() -> None:
     assert len(passes) < 30
 
 
-@pytest.mark.parametrize("gone", [None, observed(deleting=True)])
-def test_deleted_job_is_left_alone_and_nothing_of_it_stays(gone: Observed | None) -> None:
+def test_job_that_is_gone_is_left_alone_and_nothing_of_it_stays() -> None:
     stage = scene(in_turn(PassOutcome.ACTED, ApiUnreachableError("reset")))
     stage.queue.add(KEY)
     run(stage.work_for(0.1))
-    stage.cluster.seen = gone
+    stage.cluster.seen = None
     run(stage.work_for(3600))
     assert stage.instruments.results == ["acted", "error", "gone"]
     assert not stage.worker._acts

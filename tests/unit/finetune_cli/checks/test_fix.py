@@ -19,7 +19,7 @@ from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.rules.book import RULES
 from tests.support.examples import examples
 from tests.unit.finetune_cli.manifests import ACCEPTED, CLAIM, PROFILE, REFUSED, WARNED, Quoted
-from tests.unit.finetune_job.rules.manifests import manifest
+from tests.unit.finetune_job.rules.manifests import JOB_NAME, manifest
 from tests.unit.finetune_job.rules.test_book import MANIFESTS
 from tests.unit.finetune_job.rules.test_book_verdicts import CASES
 
@@ -87,7 +87,7 @@ def run(*arguments: str, stdin: str = ""):
 
 
 def job_text(spec: dict[str, Any], flow: bool | None = False) -> str:
-    document = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": {"name": "tuned"}, "spec": spec}
+    document = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": {"name": JOB_NAME}, "spec": spec}
     if flow is None:
         return json.dumps(document, indent=2)
     return yaml.dump(document, Dumper=Quoted, default_flow_style=flow, sort_keys=False)

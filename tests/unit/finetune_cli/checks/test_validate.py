@@ -63,6 +63,15 @@ def test_warnings_are_shown_and_accepted():
     assert "warning: no-effect-use-orig-params" in result.output
 
 
+@pytest.mark.parametrize(("name", "code"), [("tuned", 1), ("other", 0)])
+def test_results_on_the_claim_that_goes_with_this_job_are_refused(name, code):
+    own = ACCEPTED.replace("claimName: workspace", "{volumeClaimTemplate: {storage: 10Gi}, retain: Delete}")
+    own = own.replace("workspace:\n    {", "workspace: {").replace("pvc://out/tuned", "pvc://tuned-workspace/results")
+    result = run("validate", "-f", "-", stdin=own.replace("name: tuned", f"name: {name}"))
+    assert result.exit_code == code
+    assert ("error: output-deleted-with-job" in result.output) == bool(code)
+
+
 @pytest.mark.parametrize(("form", "read"), [("json", json.loads), ("yaml", yaml.safe_load)])
 def test_programs_can_read_the_answer(form, read):
     result = run("validate", "-f", "-", "-o", form, stdin=REFUSED)

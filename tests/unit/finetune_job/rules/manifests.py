@@ -12,6 +12,7 @@ from finetune_job.finding import FieldChange, Finding
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.rule import RuleContext, with_changes
 
+JOB_NAME = "tuned"
 PLAIN: dict[str, Any] = {
     "model": {"source": "pvc://models/base"},
     "data": {"source": "pvc://data/train.jsonl"},
@@ -32,4 +33,4 @@ def applied(spec: dict[str, Any], changes: Iterable[FieldChange]) -> dict[str, A
 
 
 def judged(spec: dict[str, Any], profile: FineTuneProfileSpec | None = None) -> tuple[Finding, ...]:
-    return evaluate(RuleContext(FineTuneJobSpec.model_validate(spec), profile))
+    return evaluate(RuleContext(FineTuneJobSpec.model_validate(spec), profile, JOB_NAME))

@@ -200,6 +200,7 @@ FINDINGS: dict[str, Written] = {
         {"workspace.claimName": None, MADE: {"storage": "100Gi", "accessMode": "ReadWriteMany"}},
     ),
     "retain-with-named-claim": none("workspace.retain", W),
+    "output-deleted-with-job": (E, "workspace.retain", {"workspace.retain": "Keep"}),
     "start-needs-named-claim": none("training.startFrom"),
     "rehearsal-required": none("preflight.rehearsal"),
     "profile-limit-exceeded": (E, "parallelism.nodes", {"parallelism.nodes": 2}),

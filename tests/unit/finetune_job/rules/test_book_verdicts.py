@@ -90,6 +90,9 @@ BF16 = {"model.dtype": "bfloat16"}
 NORM, AS_BASE = {"method.lora.modulesToSave": ["norm"]}, {"method.lora.autocastAdapterDtype": False}
 START = {"training.startFrom": "other-0a1b2c3d/checkpoints/step-0000000100"}
 TEMPLATE = {"workspace.claimName": None, "workspace.volumeClaimTemplate.storage": "10Gi"}
+DELETED = TEMPLATE | {"workspace.retain": "Delete"}
+OWN_CLAIM = {"output.destination": "pvc://tuned-workspace/results"}
+"""Of the workspace that a job of that name makes."""
 
 Q = {"targetModules": ["q_proj"]}
 TOKENS = {"method.lora.trainableTokenIndices": [3]}
@@ -708,6 +711,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         None,
     ),
     ("workspace-inside-data", {"data.source": "pvc://workspace"}, TEMPLATE | {"data.source": "pvc://workspace"}, None),
+    ("output-deleted-with-job", DELETED | OWN_CLAIM, TEMPLATE | OWN_CLAIM, None),
+    ("output-deleted-with-job", DELETED | OWN_CLAIM, DELETED, None),
+    ("output-deleted-with-job", DELETED | {"output.destination": "pvc://tuned-workspace"}, OWN_CLAIM, None),
     ("start-needs-named-claim", TEMPLATE | START, START, None),
     ("start-needs-named-claim", TEMPLATE | START, TEMPLATE, None),
     ("retain-with-named-claim", {"workspace.retain": "Delete"}, TEMPLATE | {"workspace.retain": "Delete"}, None),

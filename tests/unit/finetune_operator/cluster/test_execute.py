@@ -15,7 +15,7 @@ from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.execute import Executor, PassOutcome, merge_patch, status_document
 from finetune_operator.cluster.gather import Gathered, Gatherer
-from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, PODS
+from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, NETWORK_POLICIES, PODS
 from finetune_operator.cluster.recorder import EventRecorder
 from finetune_operator.decide.actions import Actions, Create, Delete, Emit, Ungate
 from tests.unit.finetune_operator.cluster import objects
@@ -157,7 +157,7 @@ def test_foreign_object_with_the_childs_name_is_a_conflict_until_it_is_gone() ->
     async def scenario() -> None:
         stage = scene()
         foreign = objects.batch_job(attempt=1)
-        foreign["metadata"]["ownerReferences"][0]["uid"] = "another-job"
+        foreign["metadata"]["ownerReferences"][0] |= {"name": "another", "uid": "another-job"}
         stage.api.put(BATCH_JOBS, foreign)
         assert await stage.executor.execute(await stage.gathered(), Actions(creates=ALL.creates)) is PassOutcome.REPEATED
         assert (await stage.gathered()).observed.conflicts == ("Job/tune-train-1",)
@@ -187,8 +187,10 @@ def test_nothing_is_created_after_a_name_that_is_taken() -> None:
     ("changed", "deleting", "told"),
     [
         ({}, True, "vanishing"),
-        ({}, False, "conflicts"),
+        # The garbage collector will come to it: its owner is gone, since another job has the name.
+        ({}, False, "vanishing"),
         ({"name": "another"}, True, "conflicts"),
+        ({"name": "another"}, False, "conflicts"),
         ({"apiVersion": "batch/v1", "kind": "CronJob"}, True, "conflicts"),
     ],
 )
@@ -265,6 +267,20 @@ def test_deletion_is_known_before_any_watch_tells_of_it(is_held: bool) -> None:
         assert await stage.executor.execute(await stage.gathered(), Actions(deletes=(delete,))) is PassOutcome.ACTED
         left = (await stage.gathered()).observed.batch_jobs
         assert [job.deleting for job in left] == ([True] if is_held else [])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_held", [True, False], ids=["held by a finalizer", "gone at once"])
+def test_what_is_not_watched_is_deleted_by_uid_too(is_held: bool) -> None:
+    async def scenario() -> None:
+        stage = scene()
+        stage.api.deletes_slowly = is_held
+        stage.api.put(NETWORK_POLICIES, {"metadata": objects.metadata("tune-run", "policy-uid")})
+        gathered = await stage.gathered()
+        for uid, outcome in (("its-predecessor", PassOutcome.REPEATED), ("policy-uid", PassOutcome.ACTED)):
+            delete = Delete("NetworkPolicy", "tune-run", uid)
+            assert await stage.executor.execute(gathered, Actions(deletes=(delete,))) is outcome
 
     asyncio.run(scenario())
 

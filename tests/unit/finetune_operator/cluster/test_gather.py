@@ -9,7 +9,18 @@ from finetune_operator.cluster import gather as module
 from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.gather import CLAIM_SEEN_SECONDS, MISSING_RETRY_SECONDS, Gathered, Gatherer
-from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOBS, NAMESPACES, NODES, PODS, PROFILES, Kind
+from finetune_operator.cluster.kinds import (
+    BATCH_JOBS,
+    CLAIMS,
+    CONFIG_MAPS,
+    JOBS,
+    NAMESPACES,
+    NODES,
+    PODS,
+    PROFILES,
+    SERVICES,
+    Kind,
+)
 from finetune_operator.cluster.namespaces import Namespaces
 from finetune_operator.cluster.projection import project
 from finetune_operator.cluster.warning_events import WarningEvents
@@ -118,6 +129,51 @@ def test_claims_are_asked_for_until_seen_and_again_after_a_while() -> None:
     del scene.api.objects["PersistentVolumeClaim", "team", "models"]
     assert "models" in scene.gather().observed.claims
     assert "models" not in scene.gather(NOW + timedelta(seconds=CLAIM_SEEN_SECONDS + 1)).observed.claims
+
+
+def workspace_claim(owner_uid: str = "", **metadata: Any) -> dict[str, Any]:
+    owners = [objects.owner("FineTuneJob", "tune", owner_uid, "finetune.dev/v1alpha1")] if owner_uid else []
+    labels = {"app.kubernetes.io/managed-by": "finetune-operator", "finetune.dev/job": "tune"}
+    made = objects.metadata("tune-workspace", "workspace-uid", labels=labels, ownerReferences=owners, **metadata)
+    return {"metadata": made}
+
+
+def test_template_claim_of_an_earlier_job_vanishes_and_is_not_remembered() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(workspace={"volumeClaimTemplate": {"storage": "10Gi"}}))
+    for name in ("models", "data", "results"):
+        scene.add(CLAIMS, claim(name), seen=False)
+    scene.add(CLAIMS, workspace_claim("earlier-uid"), seen=False)
+    for _ in range(2):
+        gathered = scene.gather()
+        assert gathered.observed.vanishing == ("PersistentVolumeClaim/tune-workspace",)
+        assert gathered.observed.claims == {"models", "data", "results"}
+        assert gathered.revisit_after_seconds == 3.0
+    del scene.api.objects["PersistentVolumeClaim", "team", "tune-workspace"]
+    observed = scene.gather().observed
+    assert (observed.vanishing, observed.claims) == ((), {"models", "data", "results"})
+    # One that is kept, but that somebody deletes a moment later.
+    for deleted in ({}, {"deletionTimestamp": objects.CREATED}):
+        scene.add(CLAIMS, workspace_claim(**deleted), seen=False)
+        observed = scene.gather().observed
+        assert ("tune-workspace" in observed.claims, bool(observed.vanishing)) == (not deleted, bool(deleted))
+
+
+def test_template_claim_that_the_job_works_on_is_there_until_it_is_gone() -> None:
+    scene = Scene()
+    template = {"volumeClaimTemplate": {"storage": "10Gi"}}
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=0), workspace=template))
+    scene.add(BATCH_JOBS, objects.batch_job())
+    scene.add(CLAIMS, workspace_claim("job-uid", deletionTimestamp=objects.CREATED), seen=False)
+    observed = scene.gather().observed
+    assert (observed.vanishing, observed.claims) == ((), {"tune-workspace"})
+    # The claim of another job of that name is another claim, even a moment later.
+    held = scene.cache.job(KEY)
+    assert held is not None
+    scene.cache.bury(JOBS, held)
+    scene.add(JOBS, objects.finetune_job(uid="next-uid", workspace=template))
+    observed = scene.gather().observed
+    assert (observed.vanishing, observed.claims) == (("PersistentVolumeClaim/tune-workspace",), frozenset())
 
 
 def test_live_lists_before_a_later_attempt_see_what_lost_its_labels() -> None:
@@ -267,16 +323,14 @@ def test_notes_of_a_refusal_stay_until_a_write_has_succeeded() -> None:
     assert scene.gatherer._notes == {}
 
 
-@pytest.mark.parametrize(("deleting", "pause"), [(False, 15.0), (True, 3.0)])
-def test_conflict_is_looked_at_in_each_pass_until_it_is_gone(deleting: bool, pause: float) -> None:
+@pytest.mark.parametrize(("owner", "pause"), [("another", 15.0), ("tune", 3.0)])
+def test_conflict_is_looked_at_in_each_pass_until_it_is_gone(owner: str, pause: float) -> None:
     scene = Scene()
     scene.add(JOBS, objects.finetune_job())
     for name in ("models", "data", "workspace", "results"):
         scene.add(CLAIMS, claim(name), seen=False)
     foreign = objects.batch_job()
-    foreign["metadata"]["ownerReferences"][0]["uid"] = "earlier-job"
-    if deleting:
-        foreign["metadata"]["deletionTimestamp"] = objects.CREATED
+    foreign["metadata"]["ownerReferences"][0] |= {"name": owner, "uid": "earlier-job"}
     scene.add(BATCH_JOBS, foreign, seen=False)
     scene.gatherer.note_conflict("job-uid", BATCH_JOBS, "tune-train-0")
     for _ in range(3):
@@ -322,6 +376,20 @@ def test_the_plan_and_the_number_of_pods_are_found_by_their_names() -> None:
     assert (observed.plan.name, observed.plan.plan_json) == ("tune-plan", "plan")
     assert observed.gang_nodes is not None
     assert (observed.gang_nodes.name, observed.gang_nodes.attempt, observed.gang_nodes.nodes) == ("tune-nodes", 2, 3)
+
+
+def test_service_of_the_gang_is_the_one_of_that_name_that_the_job_owns() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    references, labels = objects.batch_job()["metadata"]["ownerReferences"], objects.labels("train", 0)
+    extra = objects.metadata("extra", "extra-uid", labels=labels, ownerReferences=references)
+    scene.add(SERVICES, {"metadata": extra})
+    scene.add(SERVICES, {"metadata": objects.metadata("tune-gang", "foreign-uid", labels=labels)})
+    observed = scene.gather().observed
+    assert (observed.service_uid, observed.service_exists) == ("", False)
+    scene.add(SERVICES, {"metadata": extra | {"name": "tune-gang", "uid": "gang-uid"}})
+    observed = scene.gather().observed
+    assert (observed.service_uid, observed.service_exists) == ("gang-uid", True)
 
 
 def test_what_stands_in_the_place_of_the_number_of_pods_is_one_of_no_attempt() -> None:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from finetune_operator.cluster.answers import ApiUnreachableError
-from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, Kind
+from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, NETWORK_POLICIES, PODS, Kind
 from finetune_operator.cluster.live_reads import LISTED_SECONDS, UNWATCHED_SECONDS
+from finetune_operator.decide.observed import PolicyView
 from tests.unit.finetune_operator.cluster import objects
 from tests.unit.finetune_operator.cluster.test_gather import NOW, Scene, training
 
@@ -185,3 +186,31 @@ def test_job_in_another_namespace_or_of_another_kind_of_owner_is_not_ours() -> N
     live = scene.gather().observed.live
     assert live is not None
     assert live.batch_jobs == ()
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(59, []), (60, [("tune-run", "run-uid")])])
+def test_policies_of_a_job_are_looked_up_once_its_time_to_live_is_over(seconds: int, expected: list[tuple[str, str]]) -> None:
+    scene = Scene()
+    ended = {
+        "startTime": objects.CREATED,
+        "completionTime": "2026-01-02T03:05:00Z",
+        "conditions": [
+            {"type": "Finished", "status": "True", "reason": "Completed", "lastTransitionTime": objects.CREATED},
+        ],
+    }
+    scene.add(JOBS, objects.finetune_job(status=ended, run={"ttlSecondsAfterFinished": 60}))
+    references = objects.batch_job()["metadata"]["ownerReferences"]
+    plan = objects.metadata("tune-plan", "plan-uid", labels=objects.labels("train", 0), ownerReferences=references)
+    scene.add(CONFIG_MAPS, {"metadata": plan, "data": {"plan.json": "{}"}})
+    ours = objects.metadata("tune-run", "run-uid", ownerReferences=references)
+    scene.add(NETWORK_POLICIES, {"metadata": ours}, seen=False)
+    # Of somebody else, or going already.
+    scene.add(NETWORK_POLICIES, {"metadata": objects.metadata("tune-ways-out", "foreign-uid")}, seen=False)
+    later = NOW + timedelta(seconds=seconds)
+    assert scene.gather(later).observed.network_policies == tuple(PolicyView(name, uid) for name, uid in expected)
+    scene.add(NETWORK_POLICIES, {"metadata": ours | {"deletionTimestamp": objects.CREATED}}, seen=False)
+    assert scene.gather(later).observed.network_policies == ()
+    held = scene.cache.owned(CONFIG_MAPS, "job-uid")[0]
+    scene.cache.bury(CONFIG_MAPS, held)
+    scene.gather(later)
+    assert calls(scene, "get") == [], "nothing is left by which anybody would look again"

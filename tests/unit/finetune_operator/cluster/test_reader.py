@@ -35,6 +35,25 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.parametrize(
+    ("metadata", "deleting", "orphaning"),
+    [
+        ({}, False, False),
+        ({"finalizers": ["orphan"]}, False, False),
+        ({"deletionTimestamp": objects.CREATED}, True, False),
+        ({"deletionTimestamp": objects.CREATED, "finalizers": ["example.com/orphan", "foregroundDeletion"]}, True, False),
+        ({"deletionTimestamp": objects.CREATED, "finalizers": ["example.com/hold", "orphan"]}, True, True),
+        ({"deletionTimestamp": objects.CREATED, "finalizers": "orphan"}, True, False),
+        ({"deletionTimestamp": objects.CREATED, "finalizers": None}, True, False),
+    ],
+)
+def test_deletion_says_whether_children_are_to_stay(metadata: dict[str, Any], deleting: bool, orphaning: bool) -> None:
+    document = objects.finetune_job()
+    document["metadata"] |= metadata
+    view = Reader().job(project(JOBS, document)).view
+    assert (view.deleting, view.orphaning) == (deleting, orphaning)
+
+
 def test_same_version_is_parsed_once(parsed: list[str]) -> None:
     reader, held = Reader(), project(JOBS, objects.finetune_job(status=STATUS))
     first = reader.job(held)

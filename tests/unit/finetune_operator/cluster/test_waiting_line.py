@@ -5,6 +5,7 @@ from typing import Any
 
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.kinds import JOBS, PROFILES
+from finetune_operator.cluster.projection import CachedObject
 from finetune_operator.decide.observed import PlaceInLine
 from tests.unit.finetune_operator.cluster import objects
 from tests.unit.finetune_operator.cluster.fakes import Clock
@@ -32,9 +33,15 @@ class Team:
         self.cache.take(PROFILES, profile(limit))
 
     def ahead(self, name: str) -> int:
+        return self.cache.lines.ahead_of(self.held(name))
+
+    def reserves(self, name: str) -> bool:
+        return self.cache.lines.reserve(self.held(name))
+
+    def held(self, name: str) -> CachedObject:
         held = self.cache.job(JobKey("team", name))
         assert held is not None
-        return self.cache.lines.ahead_of(held)
+        return held
 
     def woken(self, document: dict[str, Any]) -> set[str]:
         return {key.name for key in self.cache.take(JOBS, document)} - {document["metadata"]["name"]}
@@ -74,9 +81,7 @@ def test_job_that_finishes_wakes_the_one_whose_turn_it_is() -> None:
         team.cache.take(JOBS, job(name, second))
     assert team.woken(job("one", 1, version=2, status=FINISHED)) == {"a"}
     assert team.woken(job("a", 3, version=2, status=STARTED)) == set()
-    held = team.cache.job(JobKey("team", "two"))
-    assert held is not None
-    assert team.cache.remove(JOBS, held) == {JobKey("team", "two"), JobKey("team", "b")}
+    assert team.cache.remove(JOBS, team.held("two")) == {JobKey("team", "two"), JobKey("team", "b")}
 
 
 def test_job_that_leaves_the_line_wakes_the_one_that_moves_up_to_the_limit() -> None:
@@ -86,6 +91,47 @@ def test_job_that_leaves_the_line_wakes_the_one_that_moves_up_to_the_limit() -> 
     assert team.woken(job("b", 2, version=2, status=STALLED)) == {"c"}
     assert team.woken(job("b", 2, version=3)) == set()
     assert team.ahead("c") == 2
+
+
+def test_of_jobs_that_are_ready_at_once_only_as_many_get_a_place_as_there_are() -> None:
+    team = Team(limit=2)
+    for name, second in (("a", 1), ("b", 2), ("c", 3)):
+        team.cache.take(JOBS, job(name, second, status=STALLED))
+    assert [team.ahead(name) for name in "abc"] == [0, 0, 0]
+    assert [team.reserves(name) for name in "abca"] == [True, True, False, True]
+    assert [team.ahead(name) for name in "abc"] == [1, 1, 2]
+    # The write went well: it takes the place that was reserved, and no other.
+    team.cache.take(JOBS, job("a", 1, version=2, status=STARTED))
+    assert not team.cache.lines.has_reserved(team.held("a"))
+    assert not team.reserves("c")
+    # A later state shows that the write of the other one did not go through.
+    assert team.cache.lines.has_reserved(team.held("b"))
+    team.cache.take(JOBS, job("b", 2, version=2, status=STALLED))
+    assert team.reserves("c")
+
+
+def test_a_place_that_was_reserved_in_vain_is_given_back_once() -> None:
+    team = Team(limit=1)
+    for name, second in (("a", 1), ("b", 2)):
+        team.cache.take(JOBS, job(name, second))
+    assert [team.reserves(name) for name in "ba"] == [False, True]
+    assert (team.ahead("a"), team.ahead("b")) == (0, 1)
+    for _ in range(2):
+        team.cache.lines.give_back(team.held("a"))
+        assert not team.cache.lines.has_reserved(team.held("a"))
+        assert (team.ahead("a"), team.ahead("b")) == (0, 1)
+    assert not team.reserves("b"), "the older one is still first"
+    assert team.reserves("a")
+    assert team.cache.remove(JOBS, team.held("a")) == {JobKey("team", "a"), JobKey("team", "b")}
+    assert team.reserves("b")
+
+
+def test_without_a_limit_nothing_is_reserved() -> None:
+    team = Team()
+    team.cache.take(PROFILES, profile(None, version=2))
+    team.cache.take(JOBS, job("a", 1))
+    assert team.reserves("a")
+    assert not team.cache.lines.has_reserved(team.held("a"))
 
 
 def test_no_limit_wakes_nobody_and_a_new_one_wakes_all() -> None:
@@ -108,9 +154,7 @@ def test_line_is_what_a_count_over_all_jobs_gives() -> None:
         second, _ = states.get(name, (random.randrange(5), None))
         status = random.choice([None, None, STARTED, STALLED, FINISHED])
         if random.random() < 0.1 and name in states:
-            held = team.cache.job(JobKey("team", name))
-            assert held is not None
-            team.cache.bury(JOBS, held)
+            team.cache.bury(JOBS, team.held(name))
             team.cache._tombstones.clear()
             del states[name]
         else:
@@ -123,9 +167,7 @@ def test_line_is_what_a_count_over_all_jobs_gives() -> None:
             older = sum(one is None and (then, other) < (created, own) for other, (then, one) in states.items())
             assert team.ahead(own) == active + older
     for name in list(states):
-        held = team.cache.job(JobKey("team", name))
-        assert held is not None
-        team.cache.bury(JOBS, held)
+        team.cache.bury(JOBS, team.held(name))
     assert (team.cache.lines._lines, team.cache.lines._places) == ({}, {})
 
 
@@ -139,3 +181,13 @@ def test_pass_of_a_waiting_job_sees_its_place_and_a_started_one_none() -> None:
     assert gathered.revisit_after_seconds is not None
     scene.add(JOBS, objects.finetune_job(status=STARTED | {"plan": {"hash": "h"}}))
     assert scene.gather(NOW).observed.line is None
+
+
+def test_deleted_job_that_a_finalizer_holds_is_not_in_the_line() -> None:
+    team = Team(limit=1)
+    team.cache.take(JOBS, job("a", 1))
+    team.cache.take(JOBS, job("b", 2))
+    going = job("a", 1, version=2)
+    going["metadata"] |= {"deletionTimestamp": objects.CREATED, "finalizers": ["example.com/hold"]}
+    assert team.woken(going) == {"b"}
+    assert team.ahead("b") == 0

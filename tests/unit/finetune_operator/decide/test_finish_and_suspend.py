@@ -10,7 +10,8 @@ from finetune_job.failures import FailureClass
 from finetune_job.plan.digest import canonical_json
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.blocked import needs_live_list
-from finetune_operator.decide.observed import LiveChildren, LiveJob, LivePod
+from finetune_operator.decide.finish import has_expired
+from finetune_operator.decide.observed import LiveChildren, LiveJob, LivePod, PolicyView
 from finetune_operator.decide.reconcile import reconcile
 from tests.support.builders import T0, JobBuilder, ObservedBuilder, a_job, after, observing
 from tests.unit.finetune_operator.decide.reading import condition, created, deleted, message, written
@@ -254,11 +255,28 @@ def test_the_time_to_live_removes_children_and_not_before() -> None:
     job = a_job().run(ttlSecondsAfterFinished=60)
     seen = observing(job).trained().succeeded().but(service_exists=True)
     ended = replace(seen, status=written(reconcile(seen.build(), T0)))
-    early = reconcile(ended.build(), after(10))
+    observed = replace(ended.build(), network_policies=(PolicyView("tune-run", "uid-run"),))
+    early = reconcile(observed, after(10))
     assert (deleted(early), early.requeue_after_seconds) == ([], 50)
-    late = reconcile(ended.build(), after(60))
-    assert deleted(late) == ["Job/tune-merge-0", "Service/tune-gang", "ConfigMap/tune-plan"]
+    late = reconcile(observed, after(60))
+    assert deleted(late) == ["Job/tune-merge-0", "Service/tune-gang", "NetworkPolicy/tune-run", "ConfigMap/tune-plan"]
+    assert [one.uid for one in late.deletes] == ["uid-merge-0", "uid-service", "uid-run", "uid-plan"]
     assert late.status is None
+
+
+def test_what_no_watch_shows_is_looked_up_only_while_something_is_left_that_has_expired() -> None:
+    job = a_job().run(ttlSecondsAfterFinished=60)
+    seen = observing(job).trained().succeeded()
+    running = seen.build()
+    ended = replace(seen, status=written(reconcile(running, T0)), batch_jobs=()).build()
+    assert [has_expired(ended, after(seconds)) for seconds in (59, 60, 10**6)] == [False, True, True]
+    for bare, expected in (
+        (replace(ended, plan=None), False),
+        (replace(ended, plan=None, service_uid="uid"), True),
+        (replace(ended, plan=None, batch_jobs=running.batch_jobs), True),
+    ):
+        assert has_expired(bare, after(60)) == expected
+    assert not has_expired(running, after(10**6))
 
 
 def test_without_a_time_to_live_the_ended_jobs_stay() -> None:

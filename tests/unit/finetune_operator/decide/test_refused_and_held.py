@@ -161,6 +161,16 @@ def test_what_an_earlier_job_of_the_name_leaves_is_waited_for_and_no_conflict() 
     assert actions.requeue_after_seconds is not None
 
 
+def test_nothing_is_frozen_while_the_workspace_claim_of_an_earlier_job_is_there() -> None:
+    job = a_job().spec("workspace", {"volumeClaimTemplate": {"storage": "10Gi"}})
+    going = observing(job).but(vanishing=("PersistentVolumeClaim/tune-workspace",), missing_claims=frozenset({"tune-workspace"}))
+    stalled = going.condition(ConditionType.STALLED, True, Reason.CONFLICT, "PersistentVolumeClaim/tune-workspace exists.")
+    actions = reconcile(stalled.build(), T0)
+    assert (written(actions).start_time, created(actions)) == ("", [])
+    assert condition(actions, ConditionType.READY) == ("False", Reason.PENDING)
+    assert condition(actions, ConditionType.STALLED) == ("False", Reason.HEALTHY)
+
+
 def test_a_training_without_a_new_step_is_restarted_and_counted() -> None:
     job = a_job().run(stallDeadlineSeconds=600)
     progress = ProgressStatus(step=7, total_steps=10, advanced_time="2026-01-01T12:00:00Z")

@@ -293,13 +293,24 @@ def test_a_workspace_template_is_made_into_a_claim_before_the_first_pod() -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "claim"), [("tune", "tune-workspace"), ("tune", "scratch"), ("tune.two", "tune-two-807d9771-workspace")]
+)
+def test_results_are_not_put_on_a_claim_that_is_deleted_with_the_job(name: str, claim: str) -> None:
+    job = a_job().named(name).spec("output.destination", f"pvc://{claim}/results")
+    own = job.spec("workspace", {"volumeClaimTemplate": {"storage": "10Gi"}, "retain": "Delete"})
+    actions = reconcile(observing(own).build(), T0)
+    if claim == "scratch":
+        assert condition(actions, ConditionType.VALIDATED) == ("True", Reason.ACCEPTED)
+    else:
+        assert condition(actions, ConditionType.STALLED) == ("True", Reason.REFUSED)
+        assert message(actions, ConditionType.STALLED).startswith("output-deleted-with-job: spec.workspace.retain: ")
+        assert actions.creates == ()
+    kept = own.spec("workspace.retain", "Keep")
+    assert condition(reconcile(observing(kept).build(), T0), ConditionType.VALIDATED) == ("True", Reason.ACCEPTED)
+
+
 def test_a_foreign_object_under_a_childs_name_stalls_the_job() -> None:
     actions = reconcile(observing(a_job()).frozen().but(conflicts=("ConfigMap/tune-plan",)).build(), T0)
     assert condition(actions, ConditionType.STALLED) == ("True", Reason.CONFLICT)
     assert actions.creates == ()
-
-
-def test_a_job_that_is_being_deleted_is_left_to_the_garbage_collector() -> None:
-    observed = observing(a_job()).prepared().build()
-    actions = reconcile(replace(observed, job=replace(observed.job, deleting=True)), T0)
-    assert (actions.status, actions.creates, actions.deletes) == (None, (), ())
