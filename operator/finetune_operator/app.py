@@ -48,6 +48,8 @@ from finetune_operator.worker import Worker, urgency
 from finetune_operator.workqueue import WorkQueue
 
 _log = logger(__name__)
+ACCOUNTS = "accounts"
+"""Name of the task that records usage, in `finetune_background_failures_total`."""
 FLUSH_SECONDS = 2.0
 """Longest wait for the last events at the end."""
 
@@ -118,7 +120,8 @@ async def _lead(
     recorder = EventRecorder(api, settings.identity, is_busy=lambda: len(queue) > 0, dropped=metrics.event_dropped)
     executor = Executor(api, cache, gatherer, recorder)
     profiles = ProfileStatus(api, cache)
-    accounts = Accounts(api, cache, settings.lease_namespace, accounts_name(settings.lease_name))
+    name = accounts_name(settings.lease_name)
+    accounts = Accounts(api, cache, settings.lease_namespace, name, failed=lambda: metrics.failed(ACCOUNTS))
 
     def take_in(kind: Kind, deleted: bool, held: CachedObject) -> None:
         for key in cache.remove(kind, held) if deleted else cache.apply(kind, held):
@@ -165,7 +168,7 @@ async def _lead(
         failed=metrics.failed,
     )
     tasks_by_name: dict[str, Callable[[], Awaitable[object]]] = {
-        "accounts": accounts.run,
+        ACCOUNTS: accounts.run,
         "progress poll": poll.run,
         "profiles": profiles.run,
         "checkpoint boost": CheckpointBoost(api, cache, poll).run,

@@ -115,7 +115,7 @@ class Executor:
             if error.is_not_found or error.is_conflict:
                 self.cache.found_gone(BATCH_JOBS, ungate.uid)
                 return False
-            if not is_refused(error):
+            if not error.is_refusal:
                 raise
             self.gatherer.note_refusal(job.uid, BATCH_JOBS, ungate.name, error, self.now())
             return True
@@ -128,7 +128,7 @@ class Executor:
         try:
             made = await self.api.create(kind, job.namespace, create.body)
         except ApiError as error:
-            if is_refused(error):
+            if error.is_refusal:
                 self.gatherer.note_refusal(job.uid, kind, create.name, error, self.now())
                 return True
             if not error.is_already_exists:
@@ -151,16 +151,6 @@ class Executor:
         if kind in WATCHED:
             self.cache.found(kind, found)
         return False
-
-
-def is_refused(error: ApiError) -> bool:
-    """Whether the server will say the same until somebody changes something: a quota, Pod Security, an admission webhook or
-    policy, a template that is not valid, a namespace that is being deleted. An overload passes by itself, and a taken name is
-    no refusal.
-    """
-    if error.code in (401, 408, 409, 410, 429):
-        return False
-    return 400 <= error.code < 500 or (error.code == 500 and "webhook" in error.message)
 
 
 def status_document(model: BaseModel) -> Document:
