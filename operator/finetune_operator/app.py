@@ -16,6 +16,7 @@ from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.checkpoint_boost import CheckpointBoost
 from finetune_operator.cluster.discovery import wait_for_crds
 from finetune_operator.cluster.execute import Executor
+from finetune_operator.cluster.failed_passes import FailedPasses
 from finetune_operator.cluster.fence import Fence
 from finetune_operator.cluster.gather import Gatherer
 from finetune_operator.cluster.in_flight import RequestLimiter
@@ -148,7 +149,17 @@ async def _lead(
     for key in cache.job_keys():
         queue.add(key, urgency(cache.job(key)))
     metrics.observe_accounts(accounts.totals)
-    worker = Worker(queue, gatherer, executor, metrics, utc_now, accounts.decided, pass_budget=timeouts.pass_budget)
+    failed_passes = FailedPasses(api, cache)
+    worker = Worker(
+        queue,
+        gatherer,
+        executor,
+        metrics,
+        utc_now,
+        accounts.decided,
+        pass_budget=timeouts.pass_budget,
+        tell_failure=failed_passes.tell,
+    )
     poll = ProgressPoll(
         cache,
         gatherer,
