@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import NamedTuple
@@ -35,6 +35,7 @@ from finetune_operator.decide.account import (
     bounded_labels,
     closed_account,
     is_news,
+    settled_labels,
     with_checkpoint,
     with_decision,
     with_pods,
@@ -252,10 +253,13 @@ class Accounts:
 
     def _opened(self, held: CachedObject) -> JobAccount:
         labels, gpus = job_labels(self._cache, held)
-        in_use = self._labels.setdefault(labels.namespace, set())
-        labels = bounded_labels(labels, in_use)
-        in_use.add(labels)
-        facts = held.summary.facts if held.summary is not None else None
+        summary = held.summary
+        has_profile = summary is not None and summary.is_started and self._cache.profile(summary.profile) is not None
+        num_in_all = sum(map(len, self._labels.values()))
+        in_use: Collection[JobLabels] = self._labels.get(labels.namespace, ())
+        labels = bounded_labels(settled_labels(labels, has_profile=has_profile), in_use, num_in_all)
+        self._labels.setdefault(labels.namespace, set()).add(labels)
+        facts = summary.facts if summary is not None else None
         begun = facts.start if facts is not None and facts.start is not None else self._now()
         return JobAccount(labels=labels, gpus=gpus, at=begun.timestamp(), checkpoint=None)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import random
+import string
 import zlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -350,6 +352,47 @@ def test_teams_that_a_user_invents_do_not_add_up_for_ever() -> None:
         assert len(teams) == 33
         assert teams.count("other") == 1
         assert {"red", "t0", "t30"} <= set(teams)
+
+    run(scenario)
+
+
+async def _cancelled(scene: Scene, number: int, **metadata: Any) -> None:
+    """A job that was never started, named and labelled as its user likes, is cancelled."""
+    document = objects.finetune_job(1000 + number, profile=f"profile-{number}")
+    document["metadata"] |= {"name": f"job-{number}", "uid": f"uid-{number}", **metadata}
+    scene.take(JOBS, document)
+    namespace = document["metadata"]["namespace"]
+    view = JobView(namespace, f"job-{number}", f"uid-{number}", 1, "2", spec=None)
+    await scene.accounts.decided(view, status_of(succeeded=False))
+
+
+def test_profiles_that_a_user_invents_are_none() -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.count_until(100)
+        for number in range(100):
+            await _cancelled(scene, number)
+        found = {labels.profile for labels in scene.accounts.totals()}
+        assert found == {"default", "other"}
+        assert len(scene.accounts.totals()) == 2
+
+    run(scenario)
+
+
+def test_however_many_namespaces_and_teams_there_are_the_object_has_a_bounded_size() -> None:
+    """Teams in random letters, so that nothing of them can be compressed."""
+    letters = random.Random("teams")
+
+    async def scenario(scene: Scene) -> None:
+        await scene.count_until(100)
+        team = lambda: "".join(letters.choices(string.ascii_letters + string.digits, k=63))  # noqa: E731
+        for number in range(1200):
+            labels = {"finetune.dev/team": team()}
+            await _cancelled(scene, number, namespace=f"space-{number % 50}", labels=labels)
+        groups = scene.accounts.totals()
+        assert len(groups) <= 1000 + 50
+        assert sum(sum(totals.ended.values()) for totals in groups.values()) == 0, "no status says so yet"
+        document = scene.api.objects["ConfigMap", "system", "tuning-accounts"]
+        assert len(document["binaryData"][KEY]) < 500_000
 
     run(scenario)
 
