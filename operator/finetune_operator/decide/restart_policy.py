@@ -79,7 +79,8 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.HOST_OUT_OF_MEMORY: Policy(
         _N,
-        "The container's reason is `OOMKilled`, or a rank reports it.",
+        "The container's reason is `OOMKilled`, a rank reports it, or the kubelet evicted the pod because /dev/shm exceeded its "
+        "limit.",
         "Use a profile with more memory for this role, or lower spec.training.microBatchSize if it trains on CPU cores.",
     ),
     FailureClass.VERIFICATION_FAILED: Policy(
@@ -114,7 +115,8 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.DISK_FULL: Policy(
         _C,
-        "Reported by the container.",
+        "Reported by the container, or the kubelet evicted the pod because a volume or a container exceeded its own limit of the "
+        "node's disk.",
         "Enlarge the claim, or lower spec.checkpoint.keep.",
         first_pause=60.0,
         outside=True,
