@@ -268,8 +268,12 @@ class RoleStage:
         restarts = restarts_of(status, self.role)
         if latest is None or latest.outcome is not AttemptOutcome.FAILED or latest.failure is None or not restarts.in_a_row:
             return False
-        until = moment_after(latest.end_time, pause_seconds(latest.failure, restarts, self.role, self.observed.job.uid))
+        pause = pause_seconds(latest.failure, restarts, self.role, self.observed.job.uid)
+        until = moment_after(latest.end_time, pause)
         if until is None or self.result.now >= until:
+            return False
+        if (until - self.result.now).total_seconds() > 2 * pause:
+            # The clock of an earlier leader was further ahead than the pause is long, so nobody knows when it began.
             return False
         self.result.requeue_at(until)
         return True
