@@ -130,6 +130,8 @@ class Reason(StrEnum):
     """The merge failed for a cause that the message names; what was trained is kept on the workspace."""
     TRAIN_STOPPED = "TrainStopped"
     """Training cannot continue for a cause that is not the job's; its checkpoints are kept on the workspace."""
+    OPERATOR_ERROR = "OperatorError"
+    """The operator's passes over the job fail, for a right that it lacks or a defect; the message has the server's words."""
     TOO_COMPLEX = "TooComplex"
     """Checking the manifest took longer than the operator allows."""
     FAILED = "Failed"

@@ -16,6 +16,7 @@ from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.checkpoint_boost import CheckpointBoost
 from finetune_operator.cluster.discovery import wait_for_crds
 from finetune_operator.cluster.execute import Executor
+from finetune_operator.cluster.failed_passes import FailedPasses
 from finetune_operator.cluster.fence import Fence
 from finetune_operator.cluster.gather import Gatherer
 from finetune_operator.cluster.in_flight import RequestLimiter
@@ -48,6 +49,8 @@ from finetune_operator.worker import Worker, urgency
 from finetune_operator.workqueue import WorkQueue
 
 _log = logger(__name__)
+ACCOUNTS = "accounts"
+"""Name of the task that records usage, in `finetune_background_failures_total`."""
 FLUSH_SECONDS = 2.0
 """Longest wait for the last events at the end."""
 
@@ -118,7 +121,8 @@ async def _lead(
     recorder = EventRecorder(api, settings.identity, is_busy=lambda: len(queue) > 0, dropped=metrics.event_dropped)
     executor = Executor(api, cache, gatherer, recorder)
     profiles = ProfileStatus(api, cache)
-    accounts = Accounts(api, cache, settings.lease_namespace, accounts_name(settings.lease_name))
+    name = accounts_name(settings.lease_name)
+    accounts = Accounts(api, cache, settings.lease_namespace, name, failed=lambda: metrics.failed(ACCOUNTS))
 
     def take_in(kind: Kind, deleted: bool, held: CachedObject) -> None:
         for key in cache.remove(kind, held) if deleted else cache.apply(kind, held):
@@ -145,7 +149,17 @@ async def _lead(
     for key in cache.job_keys():
         queue.add(key, urgency(cache.job(key)))
     metrics.observe_accounts(accounts.totals)
-    worker = Worker(queue, gatherer, executor, metrics, utc_now, accounts.decided, pass_budget=timeouts.pass_budget)
+    failed_passes = FailedPasses(api, cache)
+    worker = Worker(
+        queue,
+        gatherer,
+        executor,
+        metrics,
+        utc_now,
+        accounts.decided,
+        pass_budget=timeouts.pass_budget,
+        tell_failure=failed_passes.tell,
+    )
     poll = ProgressPoll(
         cache,
         gatherer,
@@ -165,7 +179,7 @@ async def _lead(
         failed=metrics.failed,
     )
     tasks_by_name: dict[str, Callable[[], Awaitable[object]]] = {
-        "accounts": accounts.run,
+        ACCOUNTS: accounts.run,
         "progress poll": poll.run,
         "profiles": profiles.run,
         "checkpoint boost": CheckpointBoost(api, cache, poll).run,

@@ -22,6 +22,7 @@ from finetune_operator.cluster.gather import Gathered, Gatherer
 from finetune_operator.cluster.projection import CachedObject
 from finetune_operator.decide.actions import Actions
 from finetune_operator.decide.observed import JobView, Observed
+from finetune_operator.decide.operator_error import FAILURES_BEFORE_TOLD, is_told, with_error_kept
 from finetune_operator.decide.reconcile import reconcile
 from finetune_operator.decide.stage import is_started
 from finetune_operator.logs import logger
@@ -40,6 +41,13 @@ def urgency(held: CachedObject | None) -> Urgency:
     """How soon to look at a job of which an event has come."""
     is_new = held is None or held.summary is None or not held.summary.conditions
     return Urgency.NEW if is_new else Urgency.CHANGED
+
+
+TellFailure = Callable[[JobKey, Exception], Awaitable[None]]
+
+
+async def _tell_nobody(_key: JobKey, _error: Exception) -> None:
+    """For those who have no users."""
 
 
 Decided = Callable[[JobView, FineTuneJobStatus | None], Awaitable[None]]
@@ -70,9 +78,13 @@ class Worker:
     pass_budget: float = 1.0
     """CPU seconds that reading and judging one job may take. They hold up the loop, so a job that is not started and needs more
     twice is refused; one that is started is only looked at less often."""
+    tell_failure: TellFailure = _tell_nobody
+    """Called with what a pass failed over, if many in a row did; says it in the job's status."""
     _acts: dict[JobKey, int] = field(default_factory=dict)
     """Passes with an effect since the last one that found nothing to do."""
     _overruns: dict[JobKey, _Overrun] = field(default_factory=dict)
+    _failures: dict[JobKey, int] = field(default_factory=dict)
+    """Passes that failed since the last one that ended well."""
     _computing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self) -> None:
@@ -95,12 +107,24 @@ class Worker:
         except (ApiError, ApiUnreachableError) as error:
             delay = self.queue.retry(key, error.retry_after if isinstance(error, ApiError) else 0.0)
             _log.warning("pass failed", namespace=key.namespace, job=key.name, error=str(error), retry_seconds=delay)
+            await self._count_failure(key, error)
             return "error"
-        except Exception:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001
             # A defect that one job's content brings to light must not end the work on all others.
             delay = self.queue.retry(key)
             _log.exception("pass failed unexpectedly", namespace=key.namespace, job=key.name, retry_seconds=delay)
+            await self._count_failure(key, error)
             return "defect"
+
+    async def _count_failure(self, key: JobKey, error: Exception) -> None:
+        """Say so in the status of the job, if it is not the first time."""
+        self._failures[key] = self._failures.get(key, 0) + 1
+        if self._failures[key] < FAILURES_BEFORE_TOLD:
+            return
+        try:
+            await self.tell_failure(key, error)
+        except Exception as other:  # noqa: BLE001 - the next failure tries again
+            _log.warning("failure not told", namespace=key.namespace, job=key.name, error=str(other))
 
     async def _reconcile(self, key: JobKey) -> PassOutcome:
         await self._turn()
@@ -123,6 +147,9 @@ class Worker:
                     return self._settle(key, PassOutcome.REPEATED)
                 observed = replace(observed, too_complex=True)
                 actions = reconcile(observed, now)
+        keeps_error = key in self._failures and is_told(observed.job.status)
+        if keeps_error:
+            actions = replace(actions, status=with_error_kept(observed.job.status, actions.status))
         await self.decided(observed.job, actions.status)
         outcome = await self.executor.execute(gathered, actions)
         if outcome is PassOutcome.ACTED:
@@ -132,7 +159,10 @@ class Worker:
         else:
             self.queue.rest(key, cpu * REST_PER_CPU_SECOND)
         self._settle(key, outcome)
-        if outcome is PassOutcome.UNCHANGED:
+        if outcome is PassOutcome.UNCHANGED and keeps_error:
+            # It went well, so the next one may take the error back.
+            self.queue.requeue_now(key)
+        elif outcome is PassOutcome.UNCHANGED:
             self._requeue(key, gathered, actions)
         return outcome
 
@@ -146,6 +176,8 @@ class Worker:
         if outcome in (PassOutcome.UNCHANGED, PassOutcome.GONE):
             self.queue.forget(key)
             self._acts.pop(key, None)
+        if outcome is not PassOutcome.OUTDATED:
+            self._failures.pop(key, None)
         if outcome is PassOutcome.GONE:
             self._overruns.pop(key, None)
         elif outcome in (PassOutcome.OUTDATED, PassOutcome.REPEATED):

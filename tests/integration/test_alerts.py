@@ -210,6 +210,17 @@ CASES = (
         (values('finetune_leading{pod="standby"}', "0x20"), values('finetune_leading{pod="leader"}', "1x20")),
         "critical",
     ),
+    # A round every 15 s fails, against a server that was away for a minute.
+    Case(
+        "FineTuneUsageNotCounted",
+        (values('finetune_background_failures_total{task="accounts"}', "0+4x60"),),
+        9,
+        {},
+        (
+            values('finetune_background_failures_total{task="accounts"}', "0x5 8x60"),
+            values('finetune_background_failures_total{task="relist"}', "0+4x60"),
+        ),
+    ),
     Case(
         "FineTuneReconcileErrors",
         (
@@ -230,7 +241,7 @@ def test_promtool_accepts_the_rules_and_sees_each_alert_fire_in_its_time_alone(t
     rules = rendered_rules()
     (tmp_path / "full.yaml").write_text(yaml.safe_dump(rules))
     promtool = ensure_binaries().promtool
-    assert "SUCCESS: 21 rules found" in run_command(
+    assert "SUCCESS: 22 rules found" in run_command(
         promtool, "check", "rules", "--lint=all", "--lint-fatal", tmp_path / "full.yaml"
     )
     # Their texts are not what is tested here, and would have to be written twice.
@@ -320,7 +331,7 @@ def test_recorded_series_are_what_their_names_say(tmp_path: Path) -> None:
 def test_every_alert_says_what_to_do_and_where_that_is_explained() -> None:
     sections = re.findall(r"^## (\S+)$", (ROOT / "docs" / "runbooks.md").read_text(), re.MULTILINE)
     alerts = _alerts(rendered_rules("metrics.prometheusRule.runbooks=https://wiki.example/runbooks"))
-    assert len(alerts) == 14
+    assert len(alerts) == 15
     assert [rule["alert"] for rule in alerts] == sections
     for rule in alerts:
         assert rule["annotations"]["runbook_url"] == f"https://wiki.example/runbooks#{rule['alert'].lower()}"
@@ -337,7 +348,7 @@ def test_an_alert_can_be_turned_off_or_changed_and_no_other_name_is_taken() -> N
     )
     alerts = {rule["alert"]: rule for rule in _alerts(changed)}
     assert "FineTuneGPUIdle" not in alerts
-    assert len(alerts) == 13
+    assert len(alerts) == 14
     assert (alerts["FineTuneXidError"]["for"], alerts["FineTuneXidError"]["labels"]["severity"]) == ("3m", "critical")
     for wrong in ("FineTuneGPUIdel.enabled=false", "FineTuneGPUIdle.For=1m", "FineTuneGPUIdle.for=soon"):
         with pytest.raises(ClusterError, match="alerts"):

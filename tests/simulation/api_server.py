@@ -73,6 +73,8 @@ class ApiServer:
     watchers: list[Callable[[Change], None]] = field(default_factory=list)
     by_operator: bool = False
     """Whether the request in progress is the operator's."""
+    refuses: Callable[[str, Kind, str], RefusedError | None] = lambda *_: None
+    """What a webhook or a missing right answers to a request of the operator, by its HTTP method, kind and name."""
 
     # Reading.
 

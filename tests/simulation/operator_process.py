@@ -13,6 +13,7 @@ from finetune_operator.background import Relisting, keep_trying
 from finetune_operator.cluster.accounts import Accounts
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.execute import Executor
+from finetune_operator.cluster.failed_passes import FailedPasses
 from finetune_operator.cluster.gather import Gathered, Gatherer
 from finetune_operator.cluster.in_flight import RequestLimiter
 from finetune_operator.cluster.kinds import EVENTS, WATCHED, Kind, selector_of
@@ -141,7 +142,14 @@ class OperatorProcess:
         executor = Executor(api, self.cache, self.gatherer, recorder, now=loop.now)
         self.accounts = Accounts(api, self.cache, OPERATOR_NAMESPACE, "accounts", now=loop.now)
         worker = Worker(
-            self.queue, self.gatherer, executor, self.observer, loop.now, self.accounts.decided, cpu_clock=lambda: 0.0
+            self.queue,
+            self.gatherer,
+            executor,
+            self.observer,
+            loop.now,
+            self.accounts.decided,
+            cpu_clock=lambda: 0.0,
+            tell_failure=FailedPasses(api, self.cache, loop.now).tell,
         )
         self._restarted = asyncio.Event()
         relisting = Relisting(

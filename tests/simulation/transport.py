@@ -173,6 +173,9 @@ class Wire:
     ) -> Response:
         if kind is None:
             return _status(404, "NotFound", "the server could not find the requested resource")
+        refusal = self._server.refuses(method, kind, name)
+        if refusal is not None:
+            return _status(refusal.code, refusal.reason, refusal.message)
         self._server.by_operator = True
         try:
             if method == "GET" and not name:

@@ -176,6 +176,10 @@ def _stalled(job: SeenJob, fixes: Patch | None) -> Diagnosis:
 
 
 def _under_way(job: SeenJob, now: datetime) -> Diagnosis:
+    ready = find_condition(job.status.conditions, ConditionType.READY)
+    if ready is not None and ready.reason == Reason.OPERATOR_ERROR:
+        advice = "Show the message to whoever runs the operator; no change of the manifest helps. The job continues by itself."
+        return Diagnosis(f"{_meaning(ready.reason)} {ready.message}".strip(), ready.reason, advice=(advice,))
     stage = current_stage(job)
     if stage is None or stage.reason == Reason.RUNNING:
         return _silent(job, now)

@@ -20,7 +20,7 @@ from finetune_job.layout import WorkspaceLayout
 from finetune_job.names import Role
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.progress import Progress
-from finetune_operator.decide.restart_policy import counters_after, pause_seconds, restart_decision, with_progress
+from finetune_operator.decide.restart_policy import counters_after, pause_seconds, restart_decision, with_new_row, with_progress
 
 
 def roles_of(plan: RunPlan) -> tuple[Role, ...]:
@@ -79,7 +79,7 @@ def next_step(
     decision = restart_decision(failure, restarts, max_restarts, now)
     if not decision.restarts:
         return NextStep(record, exit_code=ExitCode.FAILED)
-    following = counters_after(decision, restarts, now)
+    following = counters_after(decision, failure, restarts, now)
     pause = pause_seconds(failure, following, role, record.plan_sha256)
     return NextStep(record.model_copy(update={"restarts": {**record.restarts, role: following}}), again_after_seconds=pause)
 
@@ -88,7 +88,7 @@ def tried_by_hand(record: RunRecord) -> RunRecord:
     """The record as a new command finds it: the user who runs it again has looked at what failed, so no role waits or is given
     up for what failed before. What counts against `run.maxRestarts` stays.
     """
-    restarts = {role: one.model_copy(update={"in_a_row": 0, "in_a_row_since": ""}) for role, one in record.restarts.items()}
+    restarts = {role: with_new_row(one) for role, one in record.restarts.items()}
     return record.model_copy(update={"restarts": restarts})
 
 

@@ -121,6 +121,16 @@ class Attempt(StatusModel):
     evidence: list[RankFailure] = Field(default_factory=list, max_length=16)
 
 
+class FailureRow(StatusModel):
+    """Restarts for one class of failure since the role made progress last."""
+
+    failure: Annotated[str, StringConstraints(max_length=64)]
+    """The class; one that another release knows stays as it is."""
+    restarts: int = 0
+    since: Timestamp = ""
+    """When the first of these failed."""
+
+
 class Restarts(StatusModel):
     """Restarts of a role so far."""
 
@@ -132,6 +142,8 @@ class Restarts(StatusModel):
     """Restarts since the role made progress last: the pause before the next attempt grows with them."""
     in_a_row_since: Timestamp = ""
     """When the first of these failed."""
+    rows: list[FailureRow] = Field(default_factory=list, max_length=64)
+    """The same by class of failure: each is given up by its own. Empty in what earlier releases wrote."""
     at_checkpoint: int | None = None
     """Step of the newest checkpoint when the role failed last; a newer one is progress."""
 

@@ -35,6 +35,8 @@ SHARED_MEMORY_MOUNT = "/dev/shm"  # noqa: S108 - a volume of the pod's own
 """Where data loaders and collectives share memory; the default of 64 MiB is too small for either."""
 CA_FILE = "ca.crt"
 DISK = "ephemeral-storage"
+SHARED_MEMORY_VOLUME = "shared-memory"
+"""Its mount point is known to every program; it is on no disk."""
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 _INDEX_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
@@ -78,7 +80,7 @@ def pod_template(
             "configMap": {"name": plan_configmap_name(run.owner.name), "items": [{"key": PLAN_KEY, "path": PLAN_KEY}]},
         },
         {"name": "tmp", "emptyDir": {} if placement.scratch_storage is None else {"sizeLimit": placement.scratch_storage}},
-        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": resources.shared_memory}},
+        {"name": SHARED_MEMORY_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": resources.shared_memory}},
     ]
     mounts: list[dict[str, Any]] = [
         {"name": "plan", "mountPath": PLAN_MOUNT, "readOnly": True},

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from finetune_job.api.status import FineTuneJobStatus
 from finetune_job.names import Role
-from finetune_operator.cluster.answers import ApiError
+from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.job_labels import job_labels
@@ -35,12 +35,14 @@ from finetune_operator.decide.account import (
     bounded_labels,
     closed_account,
     is_news,
+    settled_labels,
     with_checkpoint,
     with_decision,
     with_pods,
 )
 from finetune_operator.decide.observed import JobView, PodView
 from finetune_operator.decide.stage import attempt_of, is_terminal
+from finetune_operator.decide.uncounted import failing_since, goes_on_uncounted
 from finetune_operator.logs import logger
 
 _log = logger(__name__)
@@ -56,8 +58,6 @@ SETTLED_AFTER = timedelta(seconds=10)
 """Accounts are complete up to so long ago: what watches and kubelets tell late is still counted."""
 MOST_BYTES = 64 << 20
 """Of the content: a hundred times that of 5,000 running jobs. What is longer is cut, and so unreadable."""
-_NO_RIGHTS = (401, 403, 404, 413, 422)
-"""Answers after which jobs continue uncounted: nothing but an administrator changes them."""
 
 
 class _Group(BaseModel):
@@ -120,12 +120,23 @@ def _content(found: Document | None, key: str) -> str | None:
 class Accounts:
     """Keeps the accounts. Used from one event loop; `totals` from any thread."""
 
-    def __init__(self, api: Api, cache: Cache, namespace: str, name: str, now: Callable[[], datetime] = utc_now) -> None:
+    def __init__(
+        self,
+        api: Api,
+        cache: Cache,
+        namespace: str,
+        name: str,
+        now: Callable[[], datetime] = utc_now,
+        *,
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._api = api
         self._cache = cache
         self._namespace = namespace
         self._name = name
         self._now = now
+        self._failed = failed
+        """Called every now and then for as long as nothing can be put on record."""
         self._object: Document | None = None
         """As the server has it."""
         self._unreadable: str | None = None
@@ -143,7 +154,9 @@ class Accounts:
         """That are in use, by namespace."""
         self._lock = asyncio.Lock()
         self._hurry = asyncio.Event()
-        self._is_refused = False
+        self._failing_since: datetime | None = None
+        self._is_uncounted = False
+        """Whether jobs continue meanwhile. Then only `run` tries to write, so that no pass waits for an answer."""
         cache.pods_leave = self.leaves
 
     def totals(self) -> dict[JobLabels, UsageTotals]:
@@ -159,8 +172,21 @@ class Accounts:
         return found
 
     async def decided(self, job: JobView, after: FineTuneJobStatus | None) -> None:
-        """Put on record what a pass has decided, before it is written into the status. Raises ApiError, ApiUnreachableError."""
-        if after is None or is_terminal(job.status) or not is_news(job.status, after) or not await self._is_open():
+        """Put on record what a pass has decided, before it is written into the status.
+
+        Raises ApiError and ApiUnreachableError for a while. Then jobs continue, and what could not be written is kept for later.
+        """
+        if after is None or is_terminal(job.status) or not is_news(job.status, after):
+            return
+        try:
+            await self._put_on_record(job, after)
+        except (ApiError, ApiUnreachableError):
+            raise
+        except Exception:  # noqa: BLE001 - no defect of an account may hold up its job
+            _log.exception("usage of a job is not counted", namespace=job.namespace, job=job.name)
+
+    async def _put_on_record(self, job: JobView, after: FineTuneJobStatus) -> None:
+        if not await self._is_open() and self._recorded is None:
             return
         held = self._cache.job_of_uid(job.uid)
         if held is None:
@@ -175,9 +201,11 @@ class Accounts:
         """Count GPU seconds until cancelled."""
         while True:
             self._hurry.clear()
-            if await self._is_open():
+            if await self._is_open(probes=True):
                 await self._count()
-                await self._record()
+                await self._record(probes=True)
+            if self._is_uncounted:
+                self._failed()
             with suppress(TimeoutError):
                 async with asyncio.timeout(PERIOD_SECONDS):
                     await self._hurry.wait()
@@ -225,10 +253,13 @@ class Accounts:
 
     def _opened(self, held: CachedObject) -> JobAccount:
         labels, gpus = job_labels(self._cache, held)
-        in_use = self._labels.setdefault(labels.namespace, set())
-        labels = bounded_labels(labels, in_use)
-        in_use.add(labels)
-        facts = held.summary.facts if held.summary is not None else None
+        summary = held.summary
+        has_profile = summary is not None and summary.is_started and self._cache.profile(summary.profile) is not None
+        num_in_all = sum(map(len, self._labels.values()))
+        in_use: Collection[JobLabels] = self._labels.get(labels.namespace, ())
+        labels = bounded_labels(settled_labels(labels, has_profile=has_profile), in_use, num_in_all)
+        self._labels.setdefault(labels.namespace, set()).add(labels)
+        facts = summary.facts if summary is not None else None
         begun = facts.start if facts is not None and facts.start is not None else self._now()
         return JobAccount(labels=labels, gpus=gpus, at=begun.timestamp(), checkpoint=None)
 
@@ -242,18 +273,18 @@ class Accounts:
     def _leavers(self, ledger: Ledger) -> bool:
         return any((summary := self._summary(uid)) is None or summary.is_finished for uid in ledger.jobs)
 
-    async def _is_open(self) -> bool:
-        """Whether what is on record is known. Reads it if not."""
+    async def _is_open(self, *, probes: bool = False) -> bool:
+        """Whether what is on record is known. Reads it if not; while jobs continue uncounted only if it `probes`."""
         async with self._lock:
-            return await self._load()
+            return (probes or not self._is_uncounted) and await self._load()
 
     async def _load(self) -> bool:
         if self._is_current:
             return True
         try:
             found = await self._api.get(CONFIG_MAPS, self._namespace, self._name)
-        except ApiError as error:
-            self._give_up_if_refused(error)
+        except (ApiError, ApiUnreachableError) as error:
+            self._continue_uncounted(error)
             return False
         read = Ledger() if found is None else _ledger_of(found)
         recorded = Ledger() if read is None else read
@@ -270,24 +301,26 @@ class Accounts:
             self._labels.setdefault(labels.namespace, set()).add(labels)
         return True
 
-    async def _record(self) -> None:
+    async def _record(self, *, probes: bool = False) -> None:
         """Write everything that is staged; one write serves all who wait for it."""
         wanted = self._num_staged
         async with self._lock:
-            if not await self._load() or self._recorded is None:
+            if (self._is_uncounted and not probes) or not await self._load() or self._recorded is None:
                 return
             if self._num_written >= wanted and not self._leavers(self._recorded):
+                self._went_well()
                 return
             attempt = self._following(self._recorded)
             self._attempt, self._is_current = attempt, False
             try:
                 if attempt.staged or attempt.closed or self._object is None:
                     self._object = await self._write(attempt.ledger)
-            except ApiError as error:
-                self._give_up_if_refused(error)
+            except (ApiError, ApiUnreachableError) as error:
+                self._continue_uncounted(error)
                 return
-            self._is_current, self._attempt, self._is_refused = True, None, False
+            self._is_current, self._attempt = True, None
             self._written(attempt)
+            self._went_well()
 
     def _written(self, attempt: _Attempt) -> None:
         self._recorded, self._num_written = attempt.ledger, attempt.number
@@ -297,13 +330,22 @@ class Accounts:
             seconds = {outcome: round(spent, 1) for outcome, spent in account.gpu_seconds.items()}
             _log.info("accounted", uid=uid, **account.labels._asdict(), result=result, gpu_seconds=seconds)
 
-    def _give_up_if_refused(self, error: ApiError) -> None:
-        """Jobs continue uncounted if only an administrator can change the answer. Raises the error if not."""
-        if error.code not in _NO_RIGHTS:
+    def _continue_uncounted(self, error: ApiError | ApiUnreachableError) -> None:
+        """Jobs continue if the error will not pass soon. Raises it if it may."""
+        now = self._now()
+        self._failing_since = failing_since(self._failing_since, now)
+        is_refusal = isinstance(error, ApiError) and error.is_refusal
+        if not goes_on_uncounted(self._failing_since, now, is_refusal=is_refusal):
             raise error
-        if not self._is_refused:
+        if not self._is_uncounted:
             _log.error("usage of jobs is not counted", config_map=f"{self._namespace}/{self._name}", error=str(error))
-        self._is_refused = True
+        self._is_uncounted = True
+
+    def _went_well(self) -> None:
+        """Everything that is known is on record."""
+        if self._is_uncounted:
+            _log.info("usage of jobs is counted again", config_map=f"{self._namespace}/{self._name}")
+        self._failing_since, self._is_uncounted = None, False
 
     def _following(self, ledger: Ledger) -> _Attempt:
         """With what is staged, and with the accounts of jobs that ended or are gone added to the totals."""

@@ -42,6 +42,16 @@ class ApiError(Exception):
         """The name is taken."""
         return self.code == 409 and self.reason == "AlreadyExists"
 
+    @property
+    def is_refusal(self) -> bool:
+        """The server will say the same until somebody changes something: a quota, Pod Security, an admission webhook or policy,
+        a template that is not valid, a namespace that is being deleted. An overload passes by itself, and a taken name is no
+        refusal.
+        """
+        if self.code in (401, 408, 409, 410, 429):
+            return False
+        return 400 <= self.code < 500 or (self.code == 500 and "webhook" in self.message)
+
 
 class ApiUnreachableError(Exception):
     """No answer: whether the request was carried out is not known."""

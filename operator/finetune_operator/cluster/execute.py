@@ -80,7 +80,7 @@ class Executor:
         except ApiError as error:
             if error.is_not_found:
                 return PassOutcome.GONE
-            if is_refused(error):
+            if error.is_refusal:
                 self._end_reservation(job)
             if not error.is_conflict:
                 raise
@@ -140,7 +140,7 @@ class Executor:
             if error.is_not_found or error.is_conflict:
                 self.cache.found_gone(BATCH_JOBS, ungate.uid)
                 return False
-            if not is_refused(error):
+            if not error.is_refusal:
                 raise
             self.gatherer.note_refusal(job.uid, BATCH_JOBS, ungate.name, error, self.now())
             return True
@@ -153,7 +153,7 @@ class Executor:
         try:
             made = await self.api.create(kind, job.namespace, create.body)
         except ApiError as error:
-            if is_refused(error):
+            if error.is_refusal:
                 self.gatherer.note_refusal(job.uid, kind, create.name, error, self.now())
                 return True
             if not error.is_already_exists:
@@ -181,16 +181,6 @@ class Executor:
 def starts(job: JobView, actions: Actions) -> bool:
     """Whether the status write freezes the plan: from then on the job is one of the active ones."""
     return actions.status is not None and is_started(actions.status) and not is_started(job.status)
-
-
-def is_refused(error: ApiError) -> bool:
-    """Whether the server will say the same until somebody changes something: a quota, Pod Security, an admission webhook or
-    policy, a template that is not valid, a namespace that is being deleted. An overload passes by itself, and a taken name is
-    no refusal.
-    """
-    if error.code in (401, 408, 409, 410, 429):
-        return False
-    return 400 <= error.code < 500 or (error.code == 500 and "webhook" in error.message)
 
 
 def status_document(model: BaseModel) -> Document:

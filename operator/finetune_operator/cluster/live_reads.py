@@ -69,6 +69,11 @@ class LiveReads:
                 found.append(PolicyView(name, key.uid))
         return tuple(found)
 
+    async def finds(self, kind: Kind, namespace: str, name: str) -> bool:
+        """Whether a child of that name exists and is ours although nothing has shown it: without its label no list does."""
+        document = await self._api.get(kind, namespace, name)
+        return document is not None and self._cache.found(kind, document)
+
     async def children(self, job: JobView, notes: JobNotes, now: datetime) -> LiveChildren:
         """Lists without label selector, filtered by owner UID. Only metadata travels."""
         listed = notes.listed

@@ -215,6 +215,7 @@ def _pod_view(key: ObjectKey, fields: Fields) -> PodView | None:
         finished=ended.time("finishedAt"),
         exit_code=ended.integer("exitCode"),
         reason=ended.text("reason", LONGEST_REASON) or status.text("reason", LONGEST_REASON),
+        eviction=status.text("message", LONGEST_MESSAGE) if status.text("reason", LONGEST_REASON) == "Evicted" else "",
         termination_message=ended.last_of_text("message", TERMINATION_LIMIT_BYTES),
         waiting_reason=waiting.text("reason", LONGEST_REASON),
         waiting_message=waiting.text("message", LONGEST_MESSAGE),

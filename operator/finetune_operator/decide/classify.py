@@ -7,6 +7,7 @@ SIGTERM and a deletion are taken for the cause only where nothing better is know
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -14,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from finetune_job.api.status import RankFailure
 from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass, Outcome, TerminationReport, parse_envelope
 from finetune_job.finding import Finding
+from finetune_operator.children.pod_template import SHARED_MEMORY_VOLUME
 from finetune_operator.decide.observed import PodView
 from finetune_operator.decide.restart_policy import POLICY
 from finetune_operator.decide.times import timestamp
@@ -35,6 +37,10 @@ NODE_LOST = {
 """Reasons of `DisruptionTarget` that mean a lost node, and what to say."""
 _UNKNOWN_TO_RUNTIME = frozenset({"Unknown", "ContainerStatusUnknown"})
 """Reasons of a container that the runtime (exit code 255) or the kubelet (137) found dead after a restart of the node."""
+_OVER_LIMIT = re.compile(
+    "Usage of EmptyDir volume .* exceeds the limit|ephemeral local storage usage exceeds|exceeded its local ephemeral storage"
+)
+"""What the kubelet says of a pod that used more of the node's disk than its volumes or containers may."""
 _ENDED_BY_KUBELET = frozenset({"Evicted", "Preempting", "Shutdown", "NodeShutdown", "Terminated"})
 """Reasons of a failed pod that had been accepted; all others are those of an admission that the kubelet refused."""
 
@@ -50,6 +56,8 @@ class PodFailure:
     time: datetime
     message: str
     report: TerminationReport | None
+    advice: str = ""
+    """What to change, if that is not what container or table say of the class."""
 
     @property
     def evidence(self) -> RankFailure:
@@ -64,7 +72,7 @@ class PodFailure:
             step=report.step if report is not None else None,
             message=self.message[:_MESSAGE_LIMIT],
             node=self.pod.node,
-            hint=(report.hint if report is not None and report.hint else POLICY[self.failure].advice)[:_MESSAGE_LIMIT],
+            hint=(self.advice or (report.hint if report is not None else "") or POLICY[self.failure].advice)[:_MESSAGE_LIMIT],
             time=timestamp(self.time),
         )
 
@@ -105,6 +113,9 @@ def classify_pod(pod: PodView) -> PodFailure | None:
     message = report.message or report.exception if report is not None else ""
     if failure is FailureClass.DEVICE_FAULT and pod.node:
         message = f"on node {pod.node}, {message or said}"
+    evicted = _local_storage(pod)
+    if evicted is not None and evicted[0] is failure and said == pod.eviction:
+        return PodFailure(pod, failure, is_echo, _time_of(pod, report), said, report, advice=evicted[1])
     return PodFailure(pod, failure, is_echo, _time_of(pod, report), message or said, report)
 
 
@@ -117,6 +128,9 @@ def _class_of(pod: PodView, report: TerminationReport | None) -> tuple[FailureCl
         return reported, False, str(reported)
     if pod.reason == "OOMKilled":
         return FailureClass.HOST_OUT_OF_MEMORY, False, "The kernel killed a process: the container's memory limit was reached."
+    evicted = _local_storage(pod)
+    if evicted is not None:
+        return evicted[0], False, pod.eviction
     if reported is FailureClass.INTERNAL:
         return reported, False, str(reported)
     if pod.disruption in NODE_LOST:
@@ -146,6 +160,18 @@ def _class_of(pod: PodView, report: TerminationReport | None) -> tuple[FailureCl
     if pod.phase == "Failed":
         return FailureClass.UNKNOWN, True, "The pod failed without any container status."
     return None
+
+
+def _local_storage(pod: PodView) -> tuple[FailureClass, str] | None:
+    """Class and advice for a pod that the kubelet evicted for a limit of its own; None: it was not.
+
+    Unlike an eviction for the node's sake this one has no `DisruptionTarget`, and it would happen again.
+    """
+    if pod.disruption or _OVER_LIMIT.search(pod.eviction) is None:
+        return None
+    if f'"{SHARED_MEMORY_VOLUME}"' in pod.eviction:
+        return FailureClass.HOST_OUT_OF_MEMORY, f"Use a profile with more sharedMemory in resources.{pod.role}."
+    return FailureClass.DISK_FULL, "Use a profile with more scratchStorage, which is the limit of /tmp in each pod."
 
 
 def _time_of(pod: PodView, report: TerminationReport | None) -> datetime:

@@ -153,6 +153,8 @@ class PodView:
     """Of the container, once it has ended."""
     reason: str = ""
     """Of the ended container (`OOMKilled`, `Error`, `Completed`), or of the pod (`Evicted`) where no container ended."""
+    eviction: str = ""
+    """The kubelet's message if it has evicted the pod, whatever its containers ended with."""
     termination_message: str = ""
     waiting_reason: str = ""
     """Of a container that does not run yet: `ImagePullBackOff`, `ContainerCreating`, ..."""

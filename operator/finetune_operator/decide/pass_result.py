@@ -18,6 +18,7 @@ from finetune_job.reasons import ConditionType, Reason
 from finetune_job.stored_status import with_short_findings
 from finetune_operator.decide.actions import Actions, Create, Delete, DeletedKind, Emit, Ungate
 from finetune_operator.decide.observed import BatchJobView, JobView
+from finetune_operator.decide.operator_error import is_told, ready_without_error
 from finetune_operator.decide.times import timestamp
 
 EVENT_LIMIT = 1024
@@ -133,6 +134,10 @@ class PassResult:
             conditions = initial_conditions(generation=self.job.generation, now=now)
         for kind, (status, reason, message) in self._conditions.items():
             conditions = with_condition(conditions, kind, status, reason, message, generation=self.job.generation, now=now)
+        if is_told(before) and ConditionType.READY not in self._conditions:
+            status, reason, message = ready_without_error(conditions)
+            ready = ConditionType.READY
+            conditions = with_condition(conditions, ready, status, reason, message, generation=self.job.generation, now=now)
         return with_short_findings(
             before.model_copy(
                 update={

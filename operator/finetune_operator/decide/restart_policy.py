@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 
-from finetune_job.api.status import Restarts
+from finetune_job.api.status import FailureRow, Restarts
 from finetune_job.failures import FailureClass
 from finetune_job.names import Role
 from finetune_operator.decide.times import moment_after, timestamp
@@ -18,7 +18,9 @@ from finetune_operator.decide.times import moment_after, timestamp
 FIRST_PAUSE_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 300.0
 MOST_IN_A_ROW = 50
-"""Uncounted restarts without progress in between: a job that is disturbed more often gains nothing by its start-ups."""
+"""Uncounted restarts for one class without progress: a job that is disturbed more often gains nothing by its start-ups."""
+MOST_WITHOUT_PROGRESS = 100
+"""The same over all classes that are limited by number, so that classes that take turns do not go on for ever."""
 JITTER = 0.2
 """Pauses are shortened by up to this share, differently for each job, so that a thousand jobs do not come back at once."""
 _DAY = 86_400
@@ -77,7 +79,8 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.HOST_OUT_OF_MEMORY: Policy(
         _N,
-        "The container's reason is `OOMKilled`, or a rank reports it.",
+        "The container's reason is `OOMKilled`, a rank reports it, or the kubelet evicted the pod because /dev/shm exceeded its "
+        "limit.",
         "Use a profile with more memory for this role, or lower spec.training.microBatchSize if it trains on CPU cores.",
     ),
     FailureClass.VERIFICATION_FAILED: Policy(
@@ -112,7 +115,8 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.DISK_FULL: Policy(
         _C,
-        "Reported by the container.",
+        "Reported by the container, or the kubelet evicted the pod because a volume or a container exceeded its own limit of the "
+        "node's disk.",
         "Enlarge the claim, or lower spec.checkpoint.keep.",
         first_pause=60.0,
         outside=True,
@@ -216,33 +220,55 @@ def restart_decision(failure: FailureClass, restarts: Restarts, max_restarts: in
         return RestartDecision.STOP
     if policy.retry is Retry.COUNTED:
         return RestartDecision.RESTART_COUNTED if restarts.counted < max_restarts else RestartDecision.EXHAUSTED
-    return RestartDecision.EXHAUSTED if _is_given_up(policy, restarts, now) else RestartDecision.RESTART_UNCOUNTED
+    return RestartDecision.EXHAUSTED if _is_given_up(failure, restarts, now) else RestartDecision.RESTART_UNCOUNTED
 
 
-def _is_given_up(policy: Policy, restarts: Restarts, now: datetime) -> bool:
+def _is_given_up(failure: FailureClass, restarts: Restarts, now: datetime) -> bool:
+    policy, row = POLICY[failure], row_of(failure, restarts)
     if policy.longest_seconds is None:
-        return restarts.in_a_row >= policy.most_in_a_row
-    until = moment_after(restarts.in_a_row_since, policy.longest_seconds) if restarts.in_a_row else None
+        return row.restarts >= policy.most_in_a_row or _without_progress(restarts) >= MOST_WITHOUT_PROGRESS
+    until = moment_after(row.since, policy.longest_seconds) if row.restarts else None
     return until is not None and now >= until
+
+
+def row_of(failure: FailureClass, restarts: Restarts) -> FailureRow:
+    """Restarts for this class since the latest progress. What earlier releases wrote counts for whatever class comes next."""
+    if not restarts.rows:
+        return FailureRow(failure=str(failure), restarts=restarts.in_a_row, since=restarts.in_a_row_since)
+    return next((row for row in restarts.rows if row.failure == failure), FailureRow(failure=str(failure)))
+
+
+def _without_progress(restarts: Restarts) -> int:
+    """Uncounted restarts since the latest progress for classes that are limited by number."""
+    limited = {str(failure) for failure, policy in POLICY.items() if policy.retry is _U and policy.longest_seconds is None}
+    return sum(row.restarts for row in restarts.rows if row.failure in limited)
 
 
 def with_progress(restarts: Restarts, checkpoint_step: int | None) -> Restarts:
     """The counters once it is known which checkpoint is the newest: a newer one than at the last failure ends the row."""
     if checkpoint_step is None or (restarts.at_checkpoint is not None and checkpoint_step <= restarts.at_checkpoint):
         return restarts
-    return restarts.model_copy(update={"in_a_row": 0, "in_a_row_since": "", "at_checkpoint": checkpoint_step})
+    return with_new_row(restarts).model_copy(update={"at_checkpoint": checkpoint_step})
 
 
-def counters_after(decision: RestartDecision, restarts: Restarts, now: datetime) -> Restarts:
-    """The counters after a decision."""
+def with_new_row(restarts: Restarts) -> Restarts:
+    """The counters as if no restart had been without progress; those against `run.maxRestarts` stay."""
+    return restarts.model_copy(update={"in_a_row": 0, "in_a_row_since": "", "rows": []})
+
+
+def counters_after(decision: RestartDecision, failure: FailureClass, restarts: Restarts, now: datetime) -> Restarts:
+    """The counters after a decision on a failure of this class."""
     if not decision.restarts:
         return restarts
+    before = row_of(failure, restarts)
+    row = FailureRow(failure=str(failure), restarts=before.restarts + 1, since=before.since or timestamp(now))
     return restarts.model_copy(
         update={
             "counted": restarts.counted + (decision is RestartDecision.RESTART_COUNTED),
             "uncounted": restarts.uncounted + (decision is RestartDecision.RESTART_UNCOUNTED),
             "in_a_row": restarts.in_a_row + 1,
             "in_a_row_since": restarts.in_a_row_since or timestamp(now),
+            "rows": [*(one for one in restarts.rows if one.failure != failure), row],
         }
     )
 

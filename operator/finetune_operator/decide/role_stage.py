@@ -36,6 +36,7 @@ from finetune_operator.decide.restart_policy import (
     counters_after,
     pause_seconds,
     restart_decision,
+    row_of,
     with_progress,
 )
 from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of
@@ -194,7 +195,7 @@ class RoleStage:
         if not decision.restarts:
             self._give_up(failure, decision)
             return
-        following = counters_after(decision, restarts, self.result.now)
+        following = counters_after(decision, failure.failure, restarts, self.result.now)
         self.result.set(**{ATTEMPT_FIELD[self.role]: self.attempt + 1}, **with_restarts(status, self.role, following))
         pause = pause_seconds(failure.failure, following, self.role, self.observed.job.uid)
         reason = _WAITING.get(failure.failure, Reason.BACKING_OFF) if pause else Reason.RESTARTING
@@ -267,8 +268,12 @@ class RoleStage:
         restarts = restarts_of(status, self.role)
         if latest is None or latest.outcome is not AttemptOutcome.FAILED or latest.failure is None or not restarts.in_a_row:
             return False
-        until = moment_after(latest.end_time, pause_seconds(latest.failure, restarts, self.role, self.observed.job.uid))
+        pause = pause_seconds(latest.failure, restarts, self.role, self.observed.job.uid)
+        until = moment_after(latest.end_time, pause)
         if until is None or self.result.now >= until:
+            return False
+        if (until - self.result.now).total_seconds() > 2 * pause:
+            # The clock of an earlier leader was further ahead than the pause is long, so nobody knows when it began.
             return False
         self.result.requeue_at(until)
         return True
@@ -281,6 +286,6 @@ class RoleStage:
         policy = POLICY[failure]
         restarts = restarts_of(self.observed.job.status, self.role)
         if policy.longest_seconds is not None:
-            end = moment_after(restarts.in_a_row_since or timestamp(self.result.now), policy.longest_seconds)
+            end = moment_after(row_of(failure, restarts).since or timestamp(self.result.now), policy.longest_seconds)
             said += f" It is tried until {timestamp(end)}." if end is not None else ""
         return said

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from finetune_job.api.status import FineTuneJobStatus
-from finetune_job.conditions import find_condition, initial_conditions
+from finetune_job.api.status import Condition, FineTuneJobStatus
+from finetune_job.conditions import find_condition, initial_conditions, with_condition
 from finetune_job.finding import Finding
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
@@ -409,3 +409,48 @@ def test_what_is_decided_is_counted_before_it_is_written_and_put_off_if_it_canno
     refused.queue.add(KEY)
     assert len(run(refused.work_for(4))) == 4
     assert refused.cluster.executed == []
+
+
+@pytest.mark.parametrize("error", [ApiError("GET", 403, "Forbidden", "no"), ValueError("a defect")])
+def test_from_the_eighth_failure_in_a_row_on_users_are_told_and_a_pass_that_ends_well_ends_the_row(error: Exception) -> None:
+    told: list[tuple[float, Exception]] = []
+    row = [error] * 9
+    stage = scene(in_turn(error, PassOutcome.ACTED, *row, PassOutcome.UNCHANGED, *row))
+
+    async def tell(key: JobKey, failure: Exception) -> None:
+        assert key == KEY
+        told.append((int(stage.clock.now - begun), failure))
+        raise ApiUnreachableError("reset")
+
+    stage.worker, begun = replace(stage.worker, tell_failure=tell), stage.clock.now
+    stage.queue.add(KEY)
+    run(stage.work_for(600))
+    # After 0.5, 1, 2, 4, 8, 16, 32 and 60 s: the first failure is not in the row, and its pause is not forgotten.
+    assert told == [(123, error), (183, error)]
+    assert stage.worker._failures == {}
+    stage.queue.add(KEY)
+    run(stage.work_for(600))
+    assert len(told) == 4
+
+
+def test_an_error_that_is_told_stays_until_a_pass_has_ended_well() -> None:
+    conditions = with_condition(
+        initial_conditions(generation=1, now="2026-01-01T00:00:00Z"),
+        ConditionType.READY,
+        False,
+        Reason.OPERATOR_ERROR,
+        "no",
+        generation=1,
+        now="2026-01-01T00:00:00Z",
+    )
+    stage = scene(in_turn(ValueError("a defect")), seen=observed(status=FineTuneJobStatus(conditions=conditions)))
+    stage.queue.add(KEY)
+    assert run(stage.work_for(1)) == [0.0, 0.5, 0.5], "after the one that went well another follows at once"
+    reasons = [ready.reason for ready in map(ready_of, stage.cluster.executed) if ready is not None]
+    assert reasons[0] != Reason.OPERATOR_ERROR, "the first pass of this process knows of no failure"
+    assert reasons[1] == Reason.OPERATOR_ERROR
+    assert reasons[2] != Reason.OPERATOR_ERROR
+
+
+def ready_of(actions: Actions) -> Condition | None:
+    return None if actions.status is None else find_condition(actions.status.conditions, ConditionType.READY)

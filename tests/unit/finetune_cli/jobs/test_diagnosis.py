@@ -292,6 +292,11 @@ PLAN_LOST = with_conditions(objects.condition("Stalled", "True", "PlanLost", "go
         (waits("WaitingInLine"), "maxActiveJobs", "when an earlier one of this namespace"),
         (waits("BlockedOnNode"), "on a node that does not answer", "Look at the node"),
         (waits("WaitingForSource"), "does not answer", "can be reached from the cluster"),
+        (
+            with_conditions(objects.condition("Ready", "False", "OperatorError", "403")),
+            "the server's words. 403",
+            "whoever runs the",
+        ),
         (PLAN_LOST, "is gone or holds other content. gone.", "finetune retry waiting -n team"),
         (ended("Cancelled"), "spec.run.cancel is true", "finetune fork waiting -n team | finetune submit - -n team"),
         (ended("ActiveDeadlineExceeded", "6 h"), "The job was active for longer", "A job that has failed stays failed"),

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import random
+import string
 import zlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from finetune_job.api.status import FineTuneJobStatus
 from finetune_job.conditions import initial_conditions, with_condition
 from finetune_job.reasons import ConditionType, Reason
+from finetune_operator.cluster import accounts
 from finetune_operator.cluster.accounts import KEY, UNREADABLE, Accounts, _ledger_of
 from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
 from finetune_operator.cluster.cache import Cache
@@ -206,11 +210,90 @@ def test_an_end_that_cannot_be_put_on_record_puts_the_pass_off(end: Exception) -
 
 def test_without_the_right_jobs_go_on_uncounted_and_are_counted_once_it_is_given() -> None:
     async def scenario(scene: Scene) -> None:
-        scene.api.fail["get"] = [ApiError("GET", 403, "Forbidden", "no")] * 2
+        scene.api.fail["get"] = [ApiError("GET", 403, "Forbidden", "no")]
         await scene.count_until(60)
         await scene.accounts.decided(job(status_of()), status_of(True))
         assert scene.writes() == 0
         await scene.count_until(80)
+        assert scene.writes() == 1
+
+    run(scenario)
+
+
+HOOK_IS_DOWN = ApiError("PUT", 500, "InternalError", "failed calling webhook")
+OVERLOADED = ApiError("PUT", 500, "InternalError", "etcdserver: too many requests")
+
+
+@pytest.mark.parametrize("code", [400, 403, 404, 405, 413, 422, 451])
+def test_a_refusal_lets_the_pass_go_on_at_once_and_what_it_decided_is_counted_later_and_once(code: int) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.count_until(15)
+        scene.api.fail["replace"] = [ApiError("PUT", code, "", "no")]
+        await scene.accounts.decided(job(status_of()), status_of(True, finished=True))
+        ended = [{"type": kind, "status": "True", "reason": "Completed"} for kind in ("Succeeded", "Finished")]
+        scene.show_job(40, {**STARTED, "conditions": ended})
+        for until in (60, 75, 90):
+            await scene.count_until(until)
+            assert scene.accounts.totals()[LABELS].ended == {"Succeeded|Completed": 1}
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("error", [OVERLOADED, ApiError("PUT", 401, "Unauthorized", "no"), ApiUnreachableError("timeout")])
+def test_an_error_that_does_not_pass_puts_passes_off_for_two_minutes_and_then_only_the_rounds_try_again(error: Exception) -> None:
+    told: list[str] = []
+
+    async def scenario(scene: Scene) -> None:
+        fake: Any = scene.api
+        clock = lambda: BEGUN + timedelta(seconds=scene.now)  # noqa: E731
+        scene.accounts = Accounts(fake, scene.cache, "system", "tuning-accounts", clock, failed=lambda: told.append("failed"))
+        await scene.count_until(15)
+        scene.api.fail["replace"] = [error] * 5
+        for second in (100, 219):
+            scene.now = second
+            with pytest.raises(type(error)):
+                await scene.accounts.decided(job(status_of()), status_of(True))
+        scene.now = 220
+        await scene.accounts.decided(job(status_of()), status_of(True))
+        assert len(scene.api.fail["replace"]) == 2
+        await scene.accounts.decided(job(status_of()), status_of(True))
+        assert len(scene.api.fail["replace"]) == 2, "no pass waits for another answer"
+        assert told == []
+        for second in (235, 250, 265):
+            await scene.count_until(second)
+        assert told == ["failed", "failed"], "once a round, for as long as it lasts"
+        scene.api.fail["replace"] = [error]
+        with pytest.raises(type(error)):
+            await scene.accounts.decided(job(status_of()), status_of(False))
+
+    run(scenario)
+
+
+def test_passes_that_wait_for_their_turn_to_write_go_on_as_soon_as_it_is_known_that_nothing_can_be_written() -> None:
+    class RefusingApi(SlowApi):
+        async def replace(self, *arguments: Any) -> Any:
+            await asyncio.sleep(0.001)
+            self.calls.append(("replace", "ConfigMap", ""))
+            raise HOOK_IS_DOWN
+
+    async def scenario(scene: Scene) -> None:
+        await scene.count_until(15)
+        refusing = RefusingApi()
+        refusing.objects = scene.api.objects
+        scene.api, before = refusing, scene.accounts
+        scene.accounts = scene.another_life()
+        assert before is not scene.accounts
+        await asyncio.gather(*(scene.accounts.decided(job(status_of()), status_of(True)) for _ in range(20)))
+        assert scene.writes() == 1
+
+    run(scenario)
+
+
+def test_a_defect_of_an_account_does_not_hold_up_its_job() -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.count_until(15)
+        with patch.object(accounts, "with_decision", side_effect=ValueError("a defect")):
+            await scene.accounts.decided(job(status_of()), status_of(True))
         assert scene.writes() == 1
 
     run(scenario)
@@ -269,6 +352,47 @@ def test_teams_that_a_user_invents_do_not_add_up_for_ever() -> None:
         assert len(teams) == 33
         assert teams.count("other") == 1
         assert {"red", "t0", "t30"} <= set(teams)
+
+    run(scenario)
+
+
+async def _cancelled(scene: Scene, number: int, **metadata: Any) -> None:
+    """A job that was never started, named and labelled as its user likes, is cancelled."""
+    document = objects.finetune_job(1000 + number, profile=f"profile-{number}")
+    document["metadata"] |= {"name": f"job-{number}", "uid": f"uid-{number}", **metadata}
+    scene.take(JOBS, document)
+    namespace = document["metadata"]["namespace"]
+    view = JobView(namespace, f"job-{number}", f"uid-{number}", 1, "2", spec=None)
+    await scene.accounts.decided(view, status_of(succeeded=False))
+
+
+def test_profiles_that_a_user_invents_are_none() -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.count_until(100)
+        for number in range(100):
+            await _cancelled(scene, number)
+        found = {labels.profile for labels in scene.accounts.totals()}
+        assert found == {"default", "other"}
+        assert len(scene.accounts.totals()) == 2
+
+    run(scenario)
+
+
+def test_however_many_namespaces_and_teams_there_are_the_object_has_a_bounded_size() -> None:
+    """Teams in random letters, so that nothing of them can be compressed."""
+    letters = random.Random("teams")
+
+    async def scenario(scene: Scene) -> None:
+        await scene.count_until(100)
+        team = lambda: "".join(letters.choices(string.ascii_letters + string.digits, k=63))  # noqa: E731
+        for number in range(1200):
+            labels = {"finetune.dev/team": team()}
+            await _cancelled(scene, number, namespace=f"space-{number % 50}", labels=labels)
+        groups = scene.accounts.totals()
+        assert len(groups) <= 1000 + 50
+        assert sum(sum(totals.ended.values()) for totals in groups.values()) == 0, "no status says so yet"
+        document = scene.api.objects["ConfigMap", "system", "tuning-accounts"]
+        assert len(document["binaryData"][KEY]) < 500_000
 
     run(scenario)
 

@@ -88,3 +88,24 @@ def test_refusals_are_of_one_kind_at_most(code: int, reason: str, kind: str) -> 
     error = ApiError("POST", code, reason, "")
     holds = {"not found": error.is_not_found, "conflict": error.is_conflict, "already exists": error.is_already_exists}
     assert [name for name, value in holds.items() if value] == ([kind] if kind else [])
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "expected"),
+    [
+        (400, "admission webhook denied the request", True),
+        (403, "exceeded quota", True),
+        (413, "too large", True),
+        (422, "invalid", True),
+        (500, "Internal error occurred: failed calling webhook: no endpoints", True),
+        (500, "etcdserver: leader changed", False),
+        (503, "webhook", False),
+        (401, "", False),
+        (408, "", False),
+        (409, "", False),
+        (410, "", False),
+        (429, "", False),
+    ],
+)
+def test_a_refusal_is_what_the_server_will_say_again(code: int, message: str, expected: bool) -> None:
+    assert ApiError("POST", code, "", message).is_refusal is expected

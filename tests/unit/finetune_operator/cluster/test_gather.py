@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from finetune_job.names import API_VERSION, JOB_KIND
 from finetune_job.progress import Progress
 from finetune_operator.cluster import gather as module
 from finetune_operator.cluster.answers import ApiError
@@ -31,6 +32,7 @@ from tests.unit.finetune_operator.cluster.fakes import Clock, FakeApi
 KEY = JobKey("team", "tune")
 NOW = datetime(2026, 1, 2, 3, 5, tzinfo=UTC)
 PLAN = {"hash": "h"}
+ENDED = {"type": "Succeeded", "status": "False", "reason": "Failed", "lastTransitionTime": objects.CREATED}
 
 
 class Scene:
@@ -390,6 +392,32 @@ def test_service_of_the_gang_is_the_one_of_that_name_that_the_job_owns() -> None
     scene.add(SERVICES, {"metadata": extra | {"name": "tune-gang", "uid": "gang-uid"}})
     observed = scene.gather().observed
     assert (observed.service_uid, observed.service_exists) == ("gang-uid", True)
+
+
+@pytest.mark.parametrize(
+    ("status", "is_ours", "is_found", "reads"),
+    [
+        (training(1), True, True, 1),
+        (training(1), False, False, 1),
+        ({"startTime": objects.CREATED, "plan": PLAN}, True, False, 0),
+        ({**training(1), "conditions": [ENDED]}, True, False, 0),
+    ],
+)
+def test_a_plan_that_lost_its_label_before_the_first_list_is_found_by_its_name(
+    status: dict[str, Any], is_ours: bool, is_found: bool, reads: int
+) -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=status))
+    references = [objects.owner(JOB_KIND, "tune", "job-uid" if is_ours else "another-uid", API_VERSION)]
+    document = {"metadata": objects.metadata("tune-plan", "plan-uid", ownerReferences=references), "data": {"plan.json": "{}"}}
+    scene.add(CONFIG_MAPS, document, seen=False)
+    found = scene.gather()
+    assert (found.observed.plan is not None) is is_found
+    assert scene.api.calls.count(("get", "ConfigMap", "tune-plan")) == reads
+    for _ in range(2):
+        scene.gather()
+    again = scene.api.calls.count(("get", "ConfigMap", "tune-plan"))
+    assert again == (0 if is_found else reads), "once found it is read now and then, as others without a label are"
 
 
 def test_what_stands_in_the_place_of_the_number_of_pods_is_one_of_no_attempt() -> None:

@@ -236,3 +236,14 @@ def test_a_job_shows_with_how_many_pods_its_queue_let_it_go(
     view = batch_job_view(document)
     assert view is not None
     assert (view.parallelism, view.takes_fewer) == expected
+
+
+def test_why_the_kubelet_evicted_a_pod_is_told_apart_from_how_its_container_ended() -> None:
+    ended = {"name": "trainer", "state": {"terminated": {"exitCode": 137, "reason": "Error"}}}
+    status = {"phase": "Failed", "reason": "Evicted", "message": "Usage of EmptyDir", "containerStatuses": [ended]}
+    view = pod_view(objects.pod(status=status))
+    assert view is not None
+    assert (view.reason, view.exit_code, view.eviction) == ("Error", 137, "Usage of EmptyDir")
+    preempted = pod_view(objects.pod(status={**status, "reason": "Preempting"}))
+    assert preempted is not None
+    assert preempted.eviction == ""

@@ -21,6 +21,11 @@ def pod(node_rank: int = 0, **fields: object) -> PodView:
 
 
 F = FailureClass
+OVER_TMP = 'Usage of EmptyDir volume "tmp" exceeds the limit "1Gi". '
+OVER_SHM = 'Usage of EmptyDir volume "shared-memory" exceeds the limit "1Gi". '
+OVER_POD = "Pod ephemeral local storage usage exceeds the total limit of containers 2Gi. "
+OVER_CONTAINER = 'Container trainer exceeded its local ephemeral storage limit "2Gi". '
+NODE_IS_LOW = "The node was low on resource: ephemeral-storage. Threshold quantity: 10Gi, available: 9Gi. "
 CASES: dict[str, tuple[PodView, FailureClass | None]] = {
     "a running pod": (pod(phase="Running"), None),
     "a pod that succeeded": (pod(exit_code=0), None),
@@ -53,6 +58,35 @@ CASES: dict[str, tuple[PodView, FailureClass | None]] = {
     "said that it has no memory before its node was restarted": (
         pod(exit_code=255, reason="Unknown", termination_message=envelope(F.DEVICE_OUT_OF_MEMORY)),
         F.DEVICE_OUT_OF_MEMORY,
+    ),
+    "evicted for the limit of a volume": (pod(exit_code=137, reason="Error", eviction=OVER_TMP), F.DISK_FULL),
+    "evicted for the limit of a volume, seen while its container was running": (
+        pod(phase="Failed", reason="Evicted", eviction=OVER_TMP),
+        F.DISK_FULL,
+    ),
+    "evicted for the limit of all containers": (pod(exit_code=137, eviction=OVER_POD), F.DISK_FULL),
+    "evicted for the limit of a container": (pod(exit_code=143, eviction=OVER_CONTAINER), F.DISK_FULL),
+    "evicted for the limit of shared memory": (pod(exit_code=137, eviction=OVER_SHM), F.HOST_OUT_OF_MEMORY),
+    "evicted for the node's sake": (
+        pod(exit_code=137, reason="Error", eviction=NODE_IS_LOW, disruption="TerminationByKubelet"),
+        F.INFRASTRUCTURE,
+    ),
+    "evicted for the node's sake by an old kubelet": (
+        pod(phase="Failed", reason="Evicted", eviction=NODE_IS_LOW),
+        F.INFRASTRUCTURE,
+    ),
+    "evicted by the API while it was over a limit": (
+        pod(exit_code=143, eviction=OVER_TMP, disruption="EvictionByEvictionAPI"),
+        F.INFRASTRUCTURE,
+    ),
+    "killed for memory and evicted": (pod(exit_code=137, reason="OOMKilled", eviction=OVER_TMP), F.HOST_OUT_OF_MEMORY),
+    "said what failed before it was evicted": (
+        pod(exit_code=43, termination_message=envelope(F.NON_FINITE), eviction=OVER_TMP),
+        F.NON_FINITE,
+    ),
+    "crashed over a full volume before it was evicted": (
+        pod(exit_code=52, termination_message=envelope(F.INTERNAL), eviction=OVER_TMP),
+        F.DISK_FULL,
     ),
     "ended by SIGTERM": (pod(exit_code=143), F.PREEMPTED),
     "evicted while it saved": (
@@ -186,3 +220,20 @@ def test_a_broken_device_is_told_with_its_node() -> None:
     found = classify_pod(pod(exit_code=57, termination_message=envelope(F.DEVICE_FAULT, message="GPU 3 is wrong"), node="node-a"))
     assert found is not None
     assert (found.failure, found.message) == (F.DEVICE_FAULT, "on node node-a, GPU 3 is wrong")
+
+
+@pytest.mark.parametrize(
+    ("eviction", "advice"),
+    [(OVER_TMP, "scratchStorage"), (OVER_CONTAINER, "scratchStorage"), (OVER_SHM, "sharedMemory in resources.train")],
+)
+def test_an_eviction_for_a_limit_is_told_in_the_kubelets_words_and_with_the_limit_to_change(eviction: str, advice: str) -> None:
+    found = classify([pod(exit_code=137, reason="Error", eviction=eviction)], F.INTERNAL, "")
+    assert eviction.strip() in found.message
+    assert advice in found.hint
+
+
+def test_what_a_rank_said_of_a_full_disk_is_kept_although_the_pod_was_evicted() -> None:
+    seen = pod(exit_code=51, termination_message=envelope(F.DISK_FULL), eviction=OVER_TMP)
+    found = classify([seen], F.INTERNAL, "")
+    assert found.failure is F.DISK_FULL
+    assert "Usage of EmptyDir" not in found.message

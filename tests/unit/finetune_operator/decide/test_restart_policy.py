@@ -105,13 +105,17 @@ def test_what_lies_outside_the_job_never_fails_what_was_trained(failure: Failure
     ],
 )
 def test_the_counters_follow_the_verdict(decision: Decision, counted: int, uncounted: int, in_a_row: int) -> None:
-    found = counters_after(decision, Restarts(counted=1, uncounted=5, in_a_row=3, in_a_row_since="2026-01-01T00:00:00Z"), T0)
+    before = Restarts(counted=1, uncounted=5, in_a_row=3, in_a_row_since="2026-01-01T00:00:00Z")
+    found = counters_after(decision, FailureClass.INTERNAL, before, T0)
     assert (found.counted, found.uncounted, found.in_a_row) == (counted, uncounted, in_a_row)
     assert found.in_a_row_since == "2026-01-01T00:00:00Z"
 
 
 def test_a_row_begins_with_its_first_failure() -> None:
-    assert counters_after(Decision.RESTART_UNCOUNTED, Restarts(), T0).in_a_row_since == "2026-01-01T12:00:00Z"
+    assert (
+        counters_after(Decision.RESTART_UNCOUNTED, FailureClass.PREEMPTED, Restarts(), T0).in_a_row_since
+        == "2026-01-01T12:00:00Z"
+    )
 
 
 def test_a_newer_checkpoint_ends_the_row_and_keeps_the_budget() -> None:
@@ -149,3 +153,59 @@ def test_jobs_that_failed_together_do_not_come_back_together_but_each_knows_its_
     assert len(pauses) == 50
     again = pause_seconds(FailureClass.INFRASTRUCTURE, Restarts(in_a_row=4), Role.MERGE, "uid-7")
     assert again in pauses
+
+
+def restarted(*failures: str, seconds: float = 0.0, before: Restarts | None = None) -> Restarts:
+    """After these failures one after the other, each of which was followed by a restart."""
+    found = before or Restarts()
+    for failure in map(FailureClass, failures):
+        decision = restart_decision(failure, found, 1000, later(seconds))
+        assert decision.restarts, failure
+        found = counters_after(decision, failure, found, later(seconds))
+    return found
+
+
+def test_a_class_is_given_up_for_its_own_restarts_and_for_no_others() -> None:
+    found = restarted(*["Preempted"] * 5, *["Internal"] * 5)
+    found = restarted(*["DeviceFault"] * 5, before=found)
+    assert restart_decision(FailureClass.DEVICE_FAULT, found, 0, T0) is Decision.EXHAUSTED
+    assert restart_decision(FailureClass.PREEMPTED, found, 0, T0) is Decision.RESTART_UNCOUNTED
+    assert restart_decision(FailureClass.UNKNOWN, found, 0, T0) is Decision.RESTART_UNCOUNTED
+    assert found.in_a_row == 15, "the pause grows with all of them"
+
+
+def test_another_class_in_between_begins_no_new_row() -> None:
+    found = restarted(*["DeviceFault", "Preempted"] * 5)
+    assert restart_decision(FailureClass.DEVICE_FAULT, found, 0, T0) is Decision.EXHAUSTED
+
+
+def test_the_day_of_a_source_begins_with_its_own_first_failure() -> None:
+    found = restarted("Preempted", "Internal")
+    found = restarted("SourceUnavailable", seconds=25 * 3600, before=found)
+    assert restart_decision(FailureClass.SOURCE_UNAVAILABLE, found, 0, later(49 * 3600 - 1)) is Decision.RESTART_UNCOUNTED
+    assert restart_decision(FailureClass.SOURCE_UNAVAILABLE, found, 0, later(49 * 3600)) is Decision.EXHAUSTED
+
+
+def test_an_eviction_after_many_tries_of_a_source_is_no_last_straw() -> None:
+    found = restarted(*["SourceUnavailable"] * 280)
+    assert restart_decision(FailureClass.INFRASTRUCTURE, found, 0, T0) is Decision.RESTART_UNCOUNTED
+
+
+def test_classes_that_take_turns_are_given_up_after_a_hundred_in_all() -> None:
+    turns = ["Preempted", "Infrastructure", "NodeLost", "Rejected"] * 25
+    found = restarted(*turns, "SourceUnavailable", "Internal")
+    assert [restart_decision(FailureClass(one), found, 9, T0) for one in ("Preempted", "DeviceFault")] == [Decision.EXHAUSTED] * 2
+    assert restart_decision(FailureClass.SOURCE_UNAVAILABLE, found, 9, T0) is Decision.RESTART_UNCOUNTED
+    assert restart_decision(FailureClass.INTERNAL, found, 9, T0) is Decision.RESTART_COUNTED
+    assert restarted(*turns[:-1], "NodeLost").uncounted == 100
+
+
+def test_a_row_of_an_earlier_release_goes_on_as_that_of_the_next_class() -> None:
+    found = restarted("DeviceFault", before=Restarts(uncounted=3, in_a_row=3, in_a_row_since="2026-01-01T00:00:00Z"))
+    assert [(row.failure, row.restarts, row.since) for row in found.rows] == [("DeviceFault", 4, "2026-01-01T00:00:00Z")]
+
+
+def test_progress_begins_all_rows_anew() -> None:
+    found = with_progress(restarted(*["DeviceFault"] * 5), 7)
+    assert (found.rows, found.in_a_row, found.in_a_row_since) == ([], 0, "")
+    assert restart_decision(FailureClass.DEVICE_FAULT, found, 0, T0) is Decision.RESTART_UNCOUNTED

@@ -122,6 +122,31 @@ def test_later_restarts_wait_longer() -> None:
 
 
 @pytest.mark.parametrize(
+    ("in_a_row", "ahead", "longest"),
+    [
+        # The first restart of a gang has no pause, whatever the clock of the leader before said.
+        (1, 1200, 0),
+        (1, 1, 0),
+        # The third has one of 16 to 20 s: kept if the clocks differ by less, and never more than twice as long.
+        (3, 10, 30),
+        (3, 1200, 0),
+    ],
+)
+def test_a_leader_whose_clock_is_behind_waits_for_no_time_that_its_predecessor_has_not_seen(
+    in_a_row: int, ahead: int, longest: int
+) -> None:
+    failed = Attempt(number=2, outcome="Failed", end_time=timestamp(after(ahead)), failure=FailureClass.INTERNAL)
+    seen = observing(a_job()).prepared().attempt(3).with_status(attempts=[failed]).nothing_left()
+    actions = reconcile(seen.with_status(restarts=Restarts(counted=in_a_row, in_a_row=in_a_row)).build(), T0)
+    if longest == 0:
+        assert "Job/tune-train-3" in created(actions)
+    else:
+        assert created(actions) == []
+        assert actions.requeue_after_seconds is not None
+        assert 0 < actions.requeue_after_seconds <= longest
+
+
+@pytest.mark.parametrize(
     "failure",
     [
         FailureClass.NON_FINITE,
