@@ -152,7 +152,7 @@ class Gatherer:
         if needs_live_list(observed):
             live = await self._live.children(job, notes, now)
             observed = replace(self._with_children(observed), live=live)
-        if observed.plan is None and has_begun(observed) and not is_ended(job.status):
+        if observed.plan is None and has_begun(observed) and not job.deleting and not is_ended(job.status):
             if await self._live.finds(CONFIG_MAPS, job.namespace, plan_configmap_name(job.name)):
                 observed = self._with_children(observed)
             else:
