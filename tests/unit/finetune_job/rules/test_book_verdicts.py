@@ -667,6 +667,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ),
     ("output-overlaps-bucket-input", BUCKET_DATA | {"output.destination": "s3://ours"}, BUCKET_DATA, None),
     ("output-replaces-model", HUB_MODEL | {"output.destination": "hf://Our-Org/Llama"}, HUB_MODEL | TO_HUB, None),
+    (
+        "output-replaces-model",
+        HUB_MODEL | {"model.source": "hf://Our-Org/Llama", "output.destination": "hf://our-org/llama"},
+        HUB_MODEL | TO_HUB,
+        None,
+    ),
     ("output-replaces-model", {"model.source": "hf://our-org/tuned-adapter"} | TO_HUB, HUB_MODEL | TO_HUB, None),
     (
         "output-replaces-model",
