@@ -29,6 +29,8 @@ def main(command: list[str]) -> int:
     for option, value in ((PR_SET_CHILD_SUBREAPER, 1), (PR_SET_PDEATHSIG, signal.SIGTERM)):
         if libc.prctl(option, value, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), f"prctl({option})")
+    # A shell has what it runs in the background ignore this signal, and the command would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGINT))
     code = None
