@@ -38,6 +38,7 @@ from finetune_trainer.weights.headers import OUTPUT_DTYPES, read_checkpoint
 if TYPE_CHECKING:
     from finetune_trainer.merge.changes import Quantization
     from finetune_trainer.merge.merge_adapter import MergeOptions
+    from finetune_trainer.verify.tensors import TensorFigures
 
 SECONDS_BETWEEN_LINES = 1.0
 VERIFICATION = "finetune_trainer.verify.verification"
@@ -93,6 +94,10 @@ class ProgressLines:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Merge and verify. Raises MergeError, TrainerError, OSError."""
     map_torch_libraries()
+    digests = FileDigests()
+    if arguments.verify:
+        # Beside the import of torch, which takes one processor.
+        digests.begin(arguments.base / name for name in read_checkpoint(arguments.base).file_bytes)
     from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 
     output: Path = arguments.output
@@ -109,19 +114,23 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         device=arguments.device,
     )
     importing = Thread(target=preload, args=(VERIFICATION,), daemon=True)
-    digests = FileDigests()
     if arguments.verify:
         # Beside the merge, which waits for the disk. It takes more memory than the merge, and less than what comes next.
         importing.start()
-        digests.begin(options.base / name for name in read_checkpoint(options.base).file_bytes)
     merged = merge_adapter(options, ProgressLines())
     report = {**dataclasses.asdict(merged), "output": str(output)}
     if not arguments.verify:
         return report
     # While the rest is imported, which takes one processor.
     digests.begin(options.output / name for name in read_checkpoint(options.output).file_bytes)
+    from finetune_trainer.verify.tensors import check_tensors
+
+    started = time.monotonic()
+    tensors = check_tensors(options.base, options.adapters, options.output, options.quantization)
     importing.join()
-    return report | _verify(arguments, options, paths, quantization, merged.num_rows, digests=digests)
+    return report | _verify(
+        arguments, options, paths, quantization, merged.num_rows, digests=digests, tensors=tensors, started=started
+    )
 
 
 def _verify(
@@ -132,6 +141,8 @@ def _verify(
     num_rows: int | None,
     *,
     digests: FileDigests,
+    tensors: TensorFigures,
+    started: float,
 ) -> dict[str, Any]:
     """What the verification adds to the report. Raises VerificationError, and as `verify_and_name` does."""
     from finetune_trainer.verify.prompts import default_prompts
@@ -155,6 +166,8 @@ def _verify(
         withdraw=lambda _report: None,
         digests=digests,
         device=options.device,
+        tensors=tensors,
+        started=started,
     )
     return {"verification": json.loads(paths.report.read_text(encoding="utf-8")), "verification_page": str(paths.page)}
 

@@ -23,7 +23,7 @@ from finetune_trainer.model.load import stored_dtype
 from finetune_trainer.verify.gate import GATES, LogitFigures, VerificationGate, coarsest_dtype, gate_failures
 from finetune_trainer.verify.logits import Reference, compare_logits
 from finetune_trainer.verify.report import Compared, VerificationReport, verification_page
-from finetune_trainer.verify.tensors import check_tensors, manifest_faults
+from finetune_trainer.verify.tensors import TensorFigures, check_tensors, manifest_faults
 from finetune_trainer.weights.errors import UnsupportedBaseError
 from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, read_checkpoint, read_json
 from finetune_trainer.weights.read_model import read_stored_model
@@ -47,6 +47,8 @@ def verify_merge(
     allow_remote_code: bool = False,
     digests: FileDigests | None = None,
     device: str = "cpu",
+    tensors: TensorFigures | None = None,
+    started: float | None = None,
 ) -> VerificationReport:
     """Checks tensors, then logits if the tensors are right, and writes the report, and a page for people where `page_path` says.
 
@@ -54,17 +56,19 @@ def verify_merge(
     gate_of_merge. quantization: how the training that made the adapters packed the base, if it did; then the logits are
     compared with both bases, and the gate is about `merged_onto`. base_sha256: of files of the base, by name, when the training
     began; None: not known. allow_remote_code: whether the base's own code may run. digests: of files whose hashing has begun.
-    device: where logits are computed.
+    device: where logits are computed. tensors: what `check_tensors` has found already. started: when that began, by
+    `time.monotonic()`.
     Raises MergeError when a directory cannot be read or the model cannot be verified, ValueError for empty prompts or Dequantized
     without `quantization`.
     """
-    started = time.monotonic()
+    started = time.monotonic() if started is None else started
     onto_dequantized = merged_onto is MergeBase.DEQUANTIZED
     if onto_dequantized and quantization is None:
         raise ValueError("merged_onto is Dequantized, but no quantization is given: nothing was packed in training.")
     digests = digests or FileDigests()
     digests.begin(directory / name for directory in (merged, base) for name in read_checkpoint(directory).file_bytes)
-    tensors = check_tensors(base, adapters, merged, quantization if onto_dequantized else None)
+    if tensors is None:
+        tensors = check_tensors(base, adapters, merged, quantization if onto_dequantized else None)
     faults: tuple[str, ...] = tuple(tensors.faults)
     logits: LogitFigures | None = None
     other: LogitFigures | None = None
@@ -111,6 +115,8 @@ def verify_and_name(
     withdraw: Callable[[VerificationReport], None],
     digests: FileDigests | None = None,
     device: str = "cpu",
+    tensors: TensorFigures | None = None,
+    started: float | None = None,
 ) -> VerificationReport:
     """Verify the model at `paths.current`; it then is at `paths.verified`. All other arguments but one: as of `verify_merge`.
 
@@ -133,6 +139,8 @@ def verify_and_name(
         allow_remote_code=allow_remote_code,
         digests=digests,
         device=device,
+        tensors=tensors,
+        started=started,
     )
     log.info("%s", report.text())
     if not report.passed:
