@@ -1,4 +1,4 @@
-"""Somebody takes the label off by which children are watched, and the operator begins anew: nothing of the job is lost."""
+"""Somebody takes the label off by which children are watched, and the operator is restarted: nothing of the job is lost."""
 
 from __future__ import annotations
 

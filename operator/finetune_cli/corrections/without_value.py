@@ -1,4 +1,4 @@
-"""What a setting of another tool is here, for whoever asks of its name alone and tells no value."""
+"""What a setting of another tool is here, if its name is asked for and no value is known."""
 
 from __future__ import annotations
 

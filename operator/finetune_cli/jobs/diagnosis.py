@@ -115,7 +115,7 @@ def _failed(job: SeenJob) -> Diagnosis:
 
 
 def _room_for_new_job(job: SeenJob, failure: FailureClass) -> list[str]:
-    """A claim that is full of this job is too small for another one beside it."""
+    """A claim that is full of this job is too small for another one on it."""
     claim = documents.text(job.spec, "workspace", "claimName")
     if failure is not FailureClass.DISK_FULL or not claim:
         return []
@@ -178,7 +178,7 @@ def _stalled(job: SeenJob, fixes: Patch | None) -> Diagnosis:
 def _under_way(job: SeenJob, now: datetime) -> Diagnosis:
     ready = find_condition(job.status.conditions, ConditionType.READY)
     if ready is not None and ready.reason == Reason.OPERATOR_ERROR:
-        advice = "Show the message to whoever runs the operator; no change of the manifest helps. The job continues by itself."
+        advice = "Show the message to those who run the operator; no change of the manifest helps. The job continues by itself."
         return Diagnosis(f"{_meaning(ready.reason)} {ready.message}".strip(), ready.reason, advice=(advice,))
     stage = current_stage(job)
     if stage is None or stage.reason == Reason.RUNNING:

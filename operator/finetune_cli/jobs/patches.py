@@ -14,14 +14,13 @@ from finetune_job.api.pod_settings import quantity_bytes
 from finetune_job.api.training import ActivationCheckpointing, CheckpointSpec, OptimizerName, TrainingSpec
 from finetune_job.failures import FailureClass
 from finetune_job.names import Role
-from finetune_job.plan.resolve_training import USUAL_LEARNING_RATES
+from finetune_job.plan.resolve_training import USUAL_LEARNING_RATES, USUAL_SGD_LEARNING_RATE
 
 Patch = dict[str, Any]
 _MOST_TIMEOUT_SECONDS, _MOST_DEADLINE_SECONDS = 86_400, 604_800
 """The API takes no more."""
 _SLOWER = 0.5
 """What a learning rate that diverged is at least multiplied by."""
-_USUAL_SGD_RATE = 0.01
 _WRITES_TO_WORKSPACE = (Role.FETCH, Role.PREFLIGHT, Role.TRAIN)
 _SHORTEST_SEQUENCE = 256
 """Tokens; below it few records would be left."""
@@ -104,7 +103,7 @@ def _lower_rate(job: SeenJob) -> Patch | None:
         return None
     is_full = documents.text(job.spec, "method", "type") == MethodType.FULL
     is_sgd = documents.text(job.spec, "training", "optimizer") == OptimizerName.SGD
-    usual = _USUAL_SGD_RATE if is_sgd else float(USUAL_LEARNING_RATES[is_full])
+    usual = float(USUAL_SGD_LEARNING_RATE if is_sgd else USUAL_LEARNING_RATES[is_full])
     return {"spec": {"training": {"learningRate": f"{min(number * _SLOWER, usual):.6g}"}}}
 
 

@@ -24,7 +24,9 @@ ADAM_BETAS, ADAM_EPSILON, MOMENTUM = ("0.9", "0.999"), "1e-8", "0.9"
 """What their papers recommend (Kingma and Ba, 2015; Sutskever et al., 2013), and torch's defaults where it has one."""
 MIN_LEARNING_RATE_RATIO, DECAY_RATIO = "0", "0.2"
 USUAL_LEARNING_RATES = {True: "2e-5", False: "2e-4"}
-"""By whether the model's own weights are trained."""
+"""By whether the model's own weights are trained; what is chosen for every optimizer."""
+USUAL_SGD_LEARNING_RATE = "0.01"
+"""Proposed for SGD, for which the rates above are far too low."""
 
 
 def training_plan(spec: FineTuneJobSpec, choices: Choices, workspace: ClaimPath) -> TrainingPlan:

@@ -116,7 +116,7 @@ def start_needs_named_claim(context: RuleContext) -> Problem | None:
     sources=("this product: with retain: Delete the job owns the claim that is made from its template",),
     reproduction=Reproduction(
         "tests/pitfalls/test_workspace.py::test_results_go_with_a_claim_that_belongs_to_the_job",
-        "no error: whoever deletes the job deletes adapter and merged model with it",
+        "no error: deleting the job deletes adapter and merged model with it",
     ),
     holds_for=OURS,
 )

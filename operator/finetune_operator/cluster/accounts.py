@@ -42,7 +42,7 @@ from finetune_operator.decide.account import (
 )
 from finetune_operator.decide.observed import JobView, PodView
 from finetune_operator.decide.stage import attempt_of, is_terminal
-from finetune_operator.decide.uncounted import failing_since, goes_on_uncounted
+from finetune_operator.decide.uncounted import continues_uncounted, failing_since
 from finetune_operator.logs import logger
 
 _log = logger(__name__)
@@ -335,7 +335,7 @@ class Accounts:
         now = self._now()
         self._failing_since = failing_since(self._failing_since, now)
         is_refusal = isinstance(error, ApiError) and error.is_refusal
-        if not goes_on_uncounted(self._failing_since, now, is_refusal=is_refusal):
+        if not continues_uncounted(self._failing_since, now, is_refusal=is_refusal):
             raise error
         if not self._is_uncounted:
             _log.error("usage of jobs is not counted", config_map=f"{self._namespace}/{self._name}", error=str(error))

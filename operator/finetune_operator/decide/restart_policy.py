@@ -20,7 +20,7 @@ LONGEST_PAUSE_SECONDS = 300.0
 MOST_IN_A_ROW = 50
 """Uncounted restarts for one class without progress: a job that is disturbed more often gains nothing by its start-ups."""
 MOST_WITHOUT_PROGRESS = 100
-"""The same over all classes that are limited by number, so that classes that take turns do not go on for ever."""
+"""The same over all classes that are limited by number, so that classes that take turns do not go on without end."""
 JITTER = 0.2
 """Pauses are shortened by up to this share, differently for each job, so that a thousand jobs do not come back at once."""
 _DAY = 86_400

@@ -13,6 +13,6 @@ def failing_since(before: datetime | None, now: datetime) -> datetime:
     return now if before is None else min(before, now)
 
 
-def goes_on_uncounted(since: datetime, now: datetime, *, is_refusal: bool) -> bool:
+def continues_uncounted(since: datetime, now: datetime, *, is_refusal: bool) -> bool:
     """Whether jobs continue. `is_refusal`: the server will say the same until somebody changes something."""
     return is_refusal or now - since >= PATIENCE

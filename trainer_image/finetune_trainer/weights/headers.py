@@ -212,7 +212,7 @@ def _require_all_shards(directory: Path, files: Collection[str]) -> None:
 
 
 def unnamed_files(checkpoint: Checkpoint) -> list[str]:
-    """Further safetensors files beside a model, which are no part of it. Not those that hold it a second time."""
+    """Further safetensors files next to a model, which are no part of it. Not those that hold it a second time."""
     others = (path.name for path in checkpoint.directory.glob("*.safetensors") if not path.name.startswith(OTHER_LAYOUT))
     return sorted(name for name in others if name not in checkpoint.file_bytes and name != ADAPTER_FILE)
 

@@ -7,6 +7,7 @@ import math
 from finetune_job.api.method import MethodType
 from finetune_job.api.training import OptimizerName
 from finetune_job.method_settings import effective_settings
+from finetune_job.plan.resolve_training import USUAL_SGD_LEARNING_RATE
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan, RunPlan, TrainingPlan
 from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
 
@@ -35,8 +36,7 @@ _UNUSUAL_RATES = {True: 1e-3, False: 1e-2}
 """Above these a rate is rather a slip: ten times the largest that people use with Adam. Methods without factors take more."""
 _UNUSUAL_SGD_RATE = 100.0
 """A step is then as long as the clipped gradient times this, and all values of an adapter together are about as long."""
-_USUAL_SGD_RATE, _USUAL_SGD_RATES = "0.01", '"0.01" to "1" for SGD'
-"""A rate that is left open is one for Adam."""
+_USUAL_SGD_RATES = f'"{USUAL_SGD_LEARNING_RATE}" to "1" for SGD'
 _LARGEST_GRADIENT = 1e4
 """Norm of a gradient that nothing clips."""
 
@@ -277,7 +277,7 @@ def learning_rate_unusual(context: RuleContext) -> Problem | None:
         message=f"a rate of {rate:g} is above {most:g}, ten times the largest that is usual; training would most likely diverge "
         "or unlearn",
         fix=f"write a usual rate: {usual}" + ("" if is_sgd else '; or "2e-4" if a sign or a zero was lost'),
-        changes={_RATE: _USUAL_SGD_RATE if is_sgd else None},
+        changes={_RATE: USUAL_SGD_LEARNING_RATE if is_sgd else None},
     )
 
 

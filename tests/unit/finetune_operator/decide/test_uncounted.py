@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from finetune_operator.decide.uncounted import failing_since, goes_on_uncounted
+from finetune_operator.decide.uncounted import continues_uncounted, failing_since
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -17,7 +17,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 def test_a_refusal_is_not_waited_for_and_nothing_is_for_longer_than_two_minutes(
     seconds: int, is_refusal: bool, expected: bool
 ) -> None:
-    assert goes_on_uncounted(NOW, NOW + timedelta(seconds=seconds), is_refusal=is_refusal) is expected
+    assert continues_uncounted(NOW, NOW + timedelta(seconds=seconds), is_refusal=is_refusal) is expected
 
 
 def test_the_first_failure_of_a_row_is_when_it_begins_and_a_clock_that_is_set_back_does_not_prolong_it() -> None:
