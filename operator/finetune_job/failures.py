@@ -73,6 +73,9 @@ class FailureClass(StrEnum):
 USER_FAILURES = frozenset({FailureClass.USER_CONFIG, FailureClass.USER_DATA, FailureClass.USER_MODEL})
 """What only a human can fix: in the manifest, in the data or in the model. Trying again does not help."""
 
+PROCESS_FAILURES = frozenset({FailureClass.COLLECTIVE, FailureClass.INTERNAL, FailureClass.STALLED})
+"""What ends processes and leaves node, devices and volumes of their pod as good as before."""
+
 EXIT_CODES: dict[FailureClass, int] = {
     FailureClass.USER_CONFIG: 40,
     FailureClass.USER_DATA: 41,

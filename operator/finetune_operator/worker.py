@@ -231,5 +231,6 @@ def _log_decision(observed: Observed, actions: Actions) -> None:
         conditions=changed,
         deletes=[f"{item.kind}/{item.name}" for item in actions.deletes],
         creates=[f"{item.kind}/{item.name}" for item in actions.creates],
+        relabels=[f"Pod/{item.name}={item.attempt}" for item in actions.relabels],
         events=[str(item.reason) for item in actions.events],
     )

@@ -239,6 +239,38 @@ def test_only_what_a_job_controls_is_deleted(as_operator: Kube, workload: Worklo
         as_operator.delete(kind, workload.namespace, own)
 
 
+def test_of_a_pod_only_the_label_with_its_attempt_changes(as_operator: Kube, workload: Workload, fetch_job: Document) -> None:
+    """RBAC would let it: who may patch a pod may give it another image."""
+    (pod_of_the_run,) = workload.pods(Role.FETCH)
+    name = pod_of_the_run["metadata"]["name"]
+    own = workload.kube.patch("Pod", workload.namespace, name, {"metadata": {"labels": {"color": "blue"}}})
+    own_container = own["spec"]["containers"][0]["name"]
+    forbidden: dict[str, Document] = {
+        "another label": {"metadata": {"labels": {"color": "red"}}},
+        "a new label": {"metadata": {"labels": {"size": "large"}}},
+        "a label less": {"metadata": {"labels": {"color": None}}},
+        "another one in its place": {"metadata": {"labels": {"color": None, "size": "large"}}},
+        "no attempt": {"metadata": {"labels": {"finetune.dev/attempt": None}}},
+        "an annotation": {"metadata": {"annotations": {"color": "blue"}}},
+        "a finalizer": {"metadata": {"finalizers": ["example.com/stay"]}},
+        "no owner": {"metadata": {"ownerReferences": None}},
+        "an image": {"spec": {"containers": [own["spec"]["containers"][0] | {"image": "app"}]}},
+        "a toleration": {"spec": {"tolerations": [*own["spec"]["tolerations"], {"operator": "Exists", "effect": "NoExecute"}]}},
+    }
+    for what, patch in forbidden.items():
+        with pytest.raises(RefusedError, match="only changes the label that names the attempt of a pod") as refusal:
+            as_operator.patch("Pod", workload.namespace, name, patch)
+        assert refusal.value.code == 403, what
+    told = as_operator.patch("Pod", workload.namespace, name, {"metadata": {"labels": {"finetune.dev/attempt": "1"}}})
+    assert told["metadata"]["labels"] == own["metadata"]["labels"] | {"finetune.dev/attempt": "1"}
+    assert told["spec"]["containers"][0]["name"] == own_container
+    stranger = {"metadata": {"name": "strangers", "labels": {"finetune.dev/attempt": "0"}}}
+    spec = {"containers": [{"name": "main", "image": "app"}]}
+    workload.kube.create("Pod", workload.namespace, stranger | {"spec": spec})
+    with pytest.raises(RefusedError, match="only deletes and labels pods of FineTuneJobs"):
+        as_operator.patch("Pod", workload.namespace, "strangers", {"metadata": {"labels": {"finetune.dev/attempt": "1"}}})
+
+
 def test_leases_profiles_and_accounts_are_those_of_the_release(
     as_operator: Kube, installed: Installed, workload: Workload
 ) -> None:

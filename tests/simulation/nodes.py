@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from finetune_job.failures import EXIT_CODES, FailureClass
-from finetune_job.names import LABEL_ROLE, Role
+from finetune_job.names import LABEL_ATTEMPT, LABEL_ROLE, Role
 from finetune_operator.cluster.kinds import CONFIG_MAPS, PODS
 from tests.simulation.api_server import ApiServer, Document
 from tests.simulation.controllers import INDEX, is_over, phase_of, warn
@@ -14,6 +15,8 @@ from tests.simulation.virtual_time import stamp
 from tests.support.builders import envelope
 
 ROOM = 4
+LONGEST_WAIT_SECONDS = 300.0
+"""Of a container that was started again and is not told its attempt."""
 
 
 @dataclass
@@ -29,6 +32,8 @@ class Node:
     """The taint manager has marked its pods."""
     starts_pods: bool = True
     """False: images cannot be pulled there."""
+    knows_rules: bool = True
+    """Its kubelet starts containers again that have a rule for that; one of an older release fails the pod."""
 
 
 @dataclass
@@ -43,6 +48,8 @@ class Nodes:
     """UID of a pod -> how many pods it was told that there are, if it was told by a ConfigMap."""
     is_full: bool = False
     """Nobody is scheduled any more."""
+    begun: dict[str, list[int]] = field(default_factory=dict)
+    """UID of a pod -> the attempts of training that its containers have begun to run."""
 
     def node(self, name: str) -> Node | None:
         return next((node for node in self.nodes if node.name == name), None)
@@ -78,6 +85,8 @@ class Nodes:
                 self._end_deleted(pod)
             elif phase_of(pod) == "Pending":
                 self._start(pod, node)
+            elif phase_of(pod) == "Running":
+                self._run(self._start_again(pod, node))
         known = {pod["metadata"]["uid"] for pod in self.server.all(PODS)}
         for uid, name in list(self.processes.items()):
             node = self.node(name)
@@ -121,11 +130,56 @@ class Nodes:
                 "phase": "Running",
                 "startTime": started,
                 "podIP": "10.0.0.1",
-                "containerStatuses": [{"name": "trainer", "state": state}],
+                "containerStatuses": [{"name": "trainer", "state": state, "restartCount": 0}],
             }
 
         self.processes[pod["metadata"]["uid"]] = node.name
-        self.server.update(PODS, pod, change)
+        self._run(self.server.update(PODS, pod, change))
+
+    def _start_again(self, pod: Document, node: Node) -> Document:
+        """A container that has ended in a pod that goes on. After the first time the kubelet pauses, and says so."""
+        container = pod["status"]["containerStatuses"][0]
+        ended, restarts = container["state"].get("terminated"), container["restartCount"]
+        waits = container["state"].get("waiting") is not None
+        if ended is not None and restarts:
+            state = {"waiting": {"reason": "CrashLoopBackOff"}}
+        elif ended is not None or (waits and self.server.random.random() < 0.3):
+            state, restarts = {"running": {"startedAt": stamp(self.server.now())}}, restarts + 1
+            self.processes[pod["metadata"]["uid"]] = node.name
+        else:
+            return pod
+        last = {"terminated": ended} if ended is not None else container["lastState"]
+        again = {**container, "state": state, "lastState": last, "restartCount": restarts}
+
+        def change(item: Document) -> None:
+            item["status"] = {**item["status"], "containerStatuses": [again]}
+
+        return self.server.update(PODS, pod, change)
+
+    def _run(self, pod: Document) -> None:
+        """The first container runs the attempt of its arguments; the one after it the next, once the pod's label names it."""
+        labels, container = pod["metadata"]["labels"], pod["status"]["containerStatuses"][0]
+        begun = self.begun.setdefault(pod["metadata"]["uid"], [])
+        if labels.get(LABEL_ROLE) != Role.TRAIN or "running" not in container["state"] or len(begun) > container["restartCount"]:
+            return
+        arguments = pod["spec"]["containers"][0]["args"]
+        attempt = int(arguments[arguments.index("--attempt") + 1]) + container["restartCount"]
+        if not container["restartCount"] or labels.get(LABEL_ATTEMPT) == str(attempt):
+            begun.extend([-1] * (container["restartCount"] - len(begun)))
+            begun.append(attempt)
+        elif self._since(container["state"]["running"]["startedAt"]) >= LONGEST_WAIT_SECONDS:
+            self.end(pod, FailureClass.PREEMPTED)
+
+    def _since(self, moment: str) -> float:
+        return (self.server.now() - datetime.fromisoformat(moment)).total_seconds()
+
+    def _goes_on(self, pod: Document, code: int) -> bool:
+        """Whether the kubelet will start the container of this pod again."""
+        node = self.node(pod["spec"].get("nodeName", ""))
+        if node is None or not node.knows_rules or "deletionTimestamp" in pod["metadata"]:
+            return False
+        rules = pod["spec"]["containers"][0].get("restartPolicyRules") or ()
+        return any(rule["action"] == "Restart" and code in rule["exitCodes"]["values"] for rule in rules)
 
     def _waiting(self, pod: Document, reason: str, message: str = "") -> None:
         def change(item: Document) -> None:
@@ -135,9 +189,11 @@ class Nodes:
         self.server.update(PODS, pod, change)
 
     def _end_deleted(self, pod: Document) -> None:
-        if phase_of(pod) == "Running":
+        if phase_of(pod) == "Running" and "running" in pod["status"]["containerStatuses"][0]["state"]:
             # The supervisor's word after SIGTERM; a pod that is deleted reaches a terminal phase before its object goes.
             pod = self.end(pod, FailureClass.PREEMPTED)
+        elif phase_of(pod) == "Running":
+            pod = self.server.update(PODS, pod, lambda item: item["status"].update(phase="Failed"))
         elif phase_of(pod) == "Pending":
             pod = self.fail_without_status(pod, "")
         self.server.kubelet_confirms(pod)
@@ -152,7 +208,8 @@ class Nodes:
         said = envelope(failure, role=role, node_rank=rank, rank=rank, time=now.timestamp()) if message is None else message
 
         def change(item: Document) -> None:
-            running = item["status"]["containerStatuses"][0]["state"].get("running") or {"startedAt": stamp(now)}
+            container = item["status"]["containerStatuses"][0]
+            running = container["state"].get("running") or {"startedAt": stamp(now)}
             ended = {
                 "exitCode": code,
                 "reason": "Completed" if code == 0 else reason,
@@ -162,8 +219,8 @@ class Nodes:
             }
             item["status"] = {
                 **item["status"],
-                "phase": "Succeeded" if code == 0 else "Failed",
-                "containerStatuses": [{"name": "trainer", "state": {"terminated": ended}}],
+                "phase": "Succeeded" if code == 0 else "Running" if self._goes_on(item, code) else "Failed",
+                "containerStatuses": [{**container, "state": {"terminated": ended}}],
             }
 
         self.processes.pop(pod["metadata"]["uid"], None)
@@ -225,5 +282,18 @@ class Nodes:
         return [
             pod
             for pod in self.server.all(PODS)
-            if phase_of(pod) == "Running" and chosen(pod) and (node := self.node(pod["spec"]["nodeName"])) and node.answers
+            if phase_of(pod) == "Running"
+            and "running" in pod["status"]["containerStatuses"][0]["state"]
+            and chosen(pod)
+            and (node := self.node(pod["spec"]["nodeName"]))
+            and node.answers
         ]
+
+    def works(self, pod: Document) -> bool:
+        """Whether a container runs that may end well: one of training that was started again waits before it trains."""
+        container = pod["status"]["containerStatuses"][0]
+        if "running" not in container["state"]:
+            return False
+        if pod["metadata"]["labels"].get(LABEL_ROLE) != Role.TRAIN:
+            return True
+        return len(self.begun.get(pod["metadata"]["uid"], ())) > container.get("restartCount", 0)

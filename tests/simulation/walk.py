@@ -103,7 +103,7 @@ def preparation_succeeds(world: World, rng: random.Random) -> str | None:
 
 
 def rank_ends_well(world: World, rng: random.Random) -> str | None:
-    pod = _pick(rng, world.nodes.running(lambda pod: "deletionTimestamp" not in pod["metadata"]))
+    pod = _pick(rng, world.nodes.running(lambda pod: "deletionTimestamp" not in pod["metadata"] and world.nodes.works(pod)))
     if pod is None:
         return None
     world.nodes.end(pod, None)
@@ -167,6 +167,8 @@ def node_changes(world: World, rng: random.Random) -> str:
         world.nodes.heal(node)
     else:
         node.starts_pods = False
+    # Its kubelet may be of another release now.
+    node.knows_rules = rng.random() < 0.7
     return f"{node.name} {what}"
 
 

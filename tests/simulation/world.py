@@ -194,6 +194,8 @@ class World:
         for job in self.server.all(BATCH_JOBS):
             pods = owned_by(self.server.all(PODS), job["metadata"]["uid"])
             live = [pod for pod in pods if phase_of(pod) == "Running" and "deletionTimestamp" not in pod["metadata"]]
+            if not all(map(self.nodes.works, live)):
+                continue
             num_done = sum(phase_of(pod) == "Succeeded" for pod in pods)
             if live and len(live) + num_done == job["spec"]["completions"] and "deletionTimestamp" not in job["metadata"]:
                 nodes = [self.nodes.node(pod["spec"]["nodeName"]) for pod in live]
@@ -207,7 +209,7 @@ class World:
     def succeed(self, job: Document) -> None:
         """Every pod of a Job ends well."""
         for pod in owned_by(self.server.all(PODS), job["metadata"]["uid"]):
-            if phase_of(pod) == "Running":
+            if phase_of(pod) == "Running" and self.nodes.works(pod):
                 self.nodes.end(pod, None)
 
     # The operator.

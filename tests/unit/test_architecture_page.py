@@ -9,7 +9,7 @@ from tests.unit import layers_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-QUESTIONS = 19
+QUESTIONS = 20
 NAME = re.compile(r"`((?:finetune_\w+|tests)/[\w/]+(?:\.py)?)(?:::(\w+))?`")
 
 

@@ -22,6 +22,7 @@ from finetune_job.failures import TerminationReport
 from finetune_job.names import CREDENTIALS_MOUNT, OBSERVE_PORT, RENDEZVOUS_PORT, TERMINATION_LOG, Role
 from finetune_trainer.context import RunContext, add_run_arguments, add_until_step, run_context
 from finetune_trainer.processes.child import fork
+from finetune_trainer.processes.container import take_attempt
 from finetune_trainer.processes.start import (
     die_with,
     end,
@@ -56,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
             arguments.add_argument("--master-port", type=int, default=RENDEZVOUS_PORT)
             arguments.add_argument("--ranks", type=int, help="processes of this node alone; unset: as the plan says")
             arguments.add_argument("--nodes", type=int, help="nodes of this attempt of an elastic gang; unset: as the plan says")
+            arguments.add_argument("--attempt-file", type=Path, help="names the attempt of a container that was started again")
             arguments.add_argument("--observe-port", type=int, default=OBSERVE_PORT, help="0: any free port, see observe.json")
     return top
 
@@ -91,6 +93,7 @@ def _train(context: RunContext, arguments: argparse.Namespace) -> TerminationRep
             observe_port=arguments.observe_port,
             ranks=arguments.ranks,
             nodes=arguments.nodes,
+            attempt_file=arguments.attempt_file,
         ),
     )
 
@@ -173,6 +176,11 @@ def main(argv: Sequence[str] | None = None, *, is_forked: bool = False) -> int:
         die_with(arguments.parent)
     if arguments.role in (Role.TRAIN, Role.MERGE):
         map_torch_libraries()
+    if getattr(arguments, "attempt_file", None) is not None:
+        first = arguments.attempt
+        arguments.attempt = take_attempt(first)
+        if arguments.attempt == first:
+            arguments.attempt_file = None
     contexts: list[RunContext] = []
 
     def body() -> TerminationReport:

@@ -123,10 +123,11 @@ No Secrets: pods name them, the operator never reads them. No creating of pods: 
 - apiGroups: [""]
   resources: [configmaps, services]
   verbs: [get, list, watch, create, delete]
-# Deleted only if a Job left them behind, or by force where a profile allows it for nodes that are lost.
+# Deleted only if a Job left them behind, or by force where a profile allows it for nodes that are lost. Patched only in the label
+# that lets a gang of one pod run its next attempt in that pod.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, delete]
+  verbs: [get, list, watch, delete, patch]
 # Why Kueue holds a Job back. Where Kueue is not installed this names nothing.
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]

@@ -114,6 +114,8 @@ class Attempt(StatusModel):
     failure: FailureClass | None = None
     counted: bool = False
     """Whether its failure consumed one of `run.maxRestarts`."""
+    continued: bool = False
+    """Whether the next attempt runs in the same pod, whose container was started again."""
     interruptions: int = 0
     """How often a queue has preempted and resumed it; never counted."""
     message: Text = ""

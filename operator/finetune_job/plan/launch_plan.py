@@ -140,6 +140,7 @@ class Placement(PlacementModel):
         {
             *("pods", "image_pull_secrets", "queue_during_preflight", "checkpoint_priority_boost", "requires_rehearsal"),
             *("scratch_storage", "signing_key_secret", "supplemental_groups", "ca_bundle", "elastic", "gpu_product"),
+            "restart_in_pod",
         }
     )
     profile: str
@@ -174,6 +175,9 @@ class Placement(PlacementModel):
     """What fetch and publish trust. None: the authorities of the image."""
     elastic: ElasticSettings | None = None
     """When the gang takes fewer nodes and asks for more. None: it always has all of them."""
+    restart_in_pod: bool = False
+    """Whether a gang of one pod may run its next attempt in that pod. False: frozen by a release whose trainer did not wait there
+    for its number."""
 
 
 class PlacedModel(PlanModel):

@@ -186,6 +186,7 @@ def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec, *, is_el
         scratch_storage=profile.scratch_storage,
         ca_bundle=profile.ca_bundle,
         elastic=profile.elastic if is_elastic else None,
+        restart_in_pod=True,
         signing_key_secret=profile.publish.signing_key_secret.name if profile.publish.signing_key_secret else None,
     )
 

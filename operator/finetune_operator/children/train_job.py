@@ -6,7 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from finetune_job.failures import EXIT_CODES, PROCESS_FAILURES
 from finetune_job.names import (
+    ATTEMPT_FILE,
+    ATTEMPT_MOUNT,
+    LABEL_ATTEMPT,
     OBSERVE_PORT,
     RENDEZVOUS_PORT,
     TRAIN_GRACE_PERIOD_SECONDS,
@@ -71,6 +75,8 @@ def train_job(run: FrozenRun, attempt: int, nodes: int | None = None) -> dict[st
     if fewer:
         source = {"name": gang_configmap_name(owner.name), "key": gang_nodes_key(attempt)}
         container["env"].append({"name": NODES_VARIABLE, "valueFrom": {"configMapKeyRef": source}})
+    if run.placement.restart_in_pod and most == 1:
+        _restart_in_pod(template["spec"], container)
     container["ports"] = [
         {"name": "rendezvous", "containerPort": RENDEZVOUS_PORT, "protocol": "TCP"},
         {"name": "observe", "containerPort": OBSERVE_PORT, "protocol": "TCP"},
@@ -88,6 +94,21 @@ def train_job(run: FrozenRun, attempt: int, nodes: int | None = None) -> dict[st
     head = metadata(owner, name, role=Role.TRAIN, attempt=attempt, plan_sha256=run.plan_sha256, queue=queue)
     head["annotations"].update(fewer)
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": head, "spec": spec}
+
+
+def _restart_in_pod(pod: dict[str, Any], container: dict[str, Any]) -> None:
+    """Have the kubelet start the container again if only its processes failed.
+
+    The container waits for its number in the file that follows the pod's label. Kubelets and API servers before 1.35 do not know
+    the rule: there the pod fails.
+    """
+    codes = sorted(EXIT_CODES[failure] for failure in PROCESS_FAILURES)
+    container["restartPolicy"] = "Never"
+    container["restartPolicyRules"] = [{"action": "Restart", "exitCodes": {"operator": "In", "values": codes}}]
+    container["args"] += ["--attempt-file", f"{ATTEMPT_MOUNT}/{ATTEMPT_FILE}"]
+    label = {"path": ATTEMPT_FILE, "fieldRef": {"fieldPath": f"metadata.labels['{LABEL_ATTEMPT}']"}}
+    pod["volumes"].append({"name": "attempt", "downwardAPI": {"items": [label]}})
+    container["volumeMounts"].append({"name": "attempt", "mountPath": ATTEMPT_MOUNT, "readOnly": True})
 
 
 def gang_configmap(owner: Owner, attempt: int, nodes: int) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from finetune_operator.decide.account import (
     with_decision,
     with_pods,
 )
+from finetune_operator.decide.job_numbers import job_number
 from finetune_operator.decide.observed import JobView, PodView
 from finetune_operator.decide.stage import attempt_of, is_terminal
 from finetune_operator.decide.uncounted import continues_uncounted, failing_since
@@ -192,7 +193,8 @@ class Accounts:
         if held is None:
             return
         account = self._account(held)
-        account = with_pods(account, self._pods(job.uid), attempt_of(job.status, Role.TRAIN), self._now().timestamp())
+        number = job_number(job.status, Role.TRAIN, attempt_of(job.status, Role.TRAIN))
+        account = with_pods(account, self._pods(job.uid), number, self._now().timestamp())
         created = held.summary.created if held.summary is not None else None
         self._stage(job.uid, with_decision(account, job.status, after, created))
         await self._record()
@@ -236,7 +238,7 @@ class Accounts:
                 self._stage(uid, account)
 
     def _counted(self, uid: str, account: JobAccount, summary: JobSummary, until: datetime) -> JobAccount:
-        account = with_pods(account, self._pods(uid), summary.attempt, until.timestamp())
+        account = with_pods(account, self._pods(uid), summary.job_number, until.timestamp())
         return with_checkpoint(account, summary.facts.checkpoint)
 
     def _stage(self, uid: str, account: JobAccount) -> None:

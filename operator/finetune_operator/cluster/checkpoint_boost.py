@@ -151,7 +151,7 @@ class CheckpointBoost:
         """The Job of the current attempt, unless it has ended."""
         for item in self._cache.owned(BATCH_JOBS, held.key.uid):
             job = item.batch_job
-            if job is None or held.summary is None or job.role is not Role.TRAIN or job.attempt != held.summary.attempt:
+            if job is None or held.summary is None or job.role is not Role.TRAIN or job.attempt != held.summary.job_number:
                 continue
             return None if job.deleting or job.has("Complete", "Failed") else job
         return None

@@ -10,16 +10,17 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from finetune_job.names import LABEL_ATTEMPT
 from finetune_operator.children.placement import GATES_ANNOTATION
 from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.gather import Gathered, Gatherer
-from finetune_operator.cluster.kinds import BATCH_JOBS, CHILD_KINDS, DELETED_KINDS, JOBS, WATCHED, Kind
+from finetune_operator.cluster.kinds import BATCH_JOBS, CHILD_KINDS, DELETED_KINDS, JOBS, PODS, WATCHED, Kind
 from finetune_operator.cluster.object_key import belongs_to
 from finetune_operator.cluster.projection import utc_now
 from finetune_operator.cluster.recorder import EventRecorder
-from finetune_operator.decide.actions import Actions, Create, Delete, Ungate
+from finetune_operator.decide.actions import Actions, Create, Delete, Relabel, Ungate
 from finetune_operator.decide.observed import JobView
 from finetune_operator.decide.stage import is_started
 
@@ -63,6 +64,8 @@ class Executor:
             has_effect |= await self._delete(job, delete)
         for ungate in actions.ungates:
             has_effect |= await self._ungate(job, ungate)
+        for relabel in actions.relabels:
+            has_effect |= await self._relabel(job, relabel)
         for create in actions.creates:
             if not self.gatherer.may_create(job.uid, self.now()):
                 break
@@ -71,7 +74,8 @@ class Executor:
             self.recorder.record(job, event)
         if has_effect:
             return PassOutcome.ACTED
-        return PassOutcome.REPEATED if actions.deletes or actions.ungates or actions.creates else PassOutcome.UNCHANGED
+        decided = actions.deletes or actions.ungates or actions.relabels or actions.creates
+        return PassOutcome.REPEATED if decided else PassOutcome.UNCHANGED
 
     async def _write_status(self, job: JobView, patch: Document) -> PassOutcome | None:
         body = {"metadata": {"resourceVersion": job.resource_version, "uid": job.uid}, "status": patch}
@@ -131,18 +135,24 @@ class Executor:
         return True
 
     async def _ungate(self, job: JobView, ungate: Ungate) -> bool:
-        """Whether something is different now: the gate is off, or it is known that it may not be taken off."""
         annotations = {GATES_ANNOTATION: ",".join(ungate.remaining) or None}
+        return await self._patch(job, BATCH_JOBS, ungate.name, {"uid": ungate.uid, "annotations": annotations})
+
+    async def _relabel(self, job: JobView, relabel: Relabel) -> bool:
+        labels = {LABEL_ATTEMPT: str(relabel.attempt)}
+        return await self._patch(job, PODS, relabel.name, {"uid": relabel.uid, "labels": labels})
+
+    async def _patch(self, job: JobView, kind: Kind, name: str, metadata: Document) -> bool:
+        """Whether something is different now: the metadata is, or it is known that it may not be changed."""
         try:
-            patch = {"metadata": {"uid": ungate.uid, "annotations": annotations}}
-            self.cache.take(BATCH_JOBS, await self.api.patch(BATCH_JOBS, job.namespace, ungate.name, patch))
+            self.cache.take(kind, await self.api.patch(kind, job.namespace, name, {"metadata": metadata}))
         except ApiError as error:
             if error.is_not_found or error.is_conflict:
-                self.cache.found_gone(BATCH_JOBS, ungate.uid)
+                self.cache.found_gone(kind, metadata["uid"])
                 return False
             if not error.is_refusal:
                 raise
-            self.gatherer.note_refusal(job.uid, BATCH_JOBS, ungate.name, error, self.now())
+            self.gatherer.note_refusal(job.uid, kind, name, error, self.now())
             return True
         self.gatherer.note_written(job.uid)
         return True

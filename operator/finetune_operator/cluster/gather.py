@@ -34,6 +34,7 @@ from finetune_operator.cluster.workloads import Workloads, num_waiting
 from finetune_operator.decide.blocked import needs_live_list
 from finetune_operator.decide.device_faults import nodes_in_question
 from finetune_operator.decide.finish import has_expired
+from finetune_operator.decide.job_numbers import job_number
 from finetune_operator.decide.observed import GangNodesView, JobView, Observed, PlaceInLine, ProfileView
 from finetune_operator.decide.stage import attempt_of, current_role, is_ended, is_started, is_terminal
 from finetune_operator.decide.train_stage import queue_of_growth
@@ -281,7 +282,7 @@ class Gatherer:
         """Gone pods are needed until status has the outcome of their attempt."""
         existing = {held.key.uid for held in self._cache.owned(BATCH_JOBS, job.uid)}
         role = current_role(job.status)
-        current = (role, attempt_of(job.status, role))
+        current = (role, job_number(job.status, role, attempt_of(job.status, role)))
         finished = is_terminal(job.status)
 
         def is_settled(held: CachedObject) -> bool:

@@ -87,11 +87,11 @@ class ProgressPoll:
         A Job adopts every pod with its labels, no matter who made it, and deletes those too many of an index. They are asked
         last.
         """
-        attempt = held.summary.attempt if held.summary is not None else -1
+        number = held.summary.job_number if held.summary is not None else -1
         found: PodView | None = None
         for item in self._cache.pods_of(held.key.uid):
             pod = item.pod
-            if pod is None or pod.role is not Role.TRAIN or pod.attempt != attempt or pod.node_rank or not pod.pod_ip:
+            if pod is None or pod.role is not Role.TRAIN or pod.attempt != number or pod.node_rank or not pod.pod_ip:
                 continue
             if pod.phase == "Running" and not pod.gone and (found is None or _precedence(pod) > _precedence(found)):
                 found = pod

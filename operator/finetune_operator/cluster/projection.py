@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from finetune_job.failures import TERMINATION_LIMIT_BYTES
-from finetune_job.names import GANG_NODES_KEY_PREFIX, INDEX_LABEL, PLAN_KEY, Role
+from finetune_job.names import GANG_NODES_KEY_PREFIX, INDEX_LABEL, LABEL_ATTEMPT, PLAN_KEY, Role
 from finetune_operator.children.placement import GATES_ANNOTATION, MIN_PARALLELISM_ANNOTATION
 from finetune_operator.children.pod_template import CONTAINER_NAME
 from finetune_operator.cluster.kinds import BATCH_JOBS, Kind
@@ -20,7 +20,7 @@ from finetune_operator.cluster.object_key import Document, ObjectKey, key_of
 from finetune_operator.cluster.packing import packed, unpacked
 from finetune_operator.cluster.raw_objects import Fields
 from finetune_operator.cluster.summaries import LONGEST_REASON, JobSummary, ProfileSummary, job_summary, profile_summary
-from finetune_operator.decide.observed import BatchJobView, GangNodesView, JobConditionView, PodView
+from finetune_operator.decide.observed import BatchJobView, ContainerEnd, GangNodesView, JobConditionView, PodView
 
 LONGEST_MESSAGE = 2048
 LONGEST_GATES = 4096
@@ -159,6 +159,7 @@ def _batch_job_view(key: ObjectKey, fields: Fields) -> BatchJobView | None:
         suspended=fields.at("spec").flag("suspend"),
         parallelism=fields.at("spec").integer("parallelism"),
         takes_fewer=metadata.at("annotations").has(MIN_PARALLELISM_ANNOTATION),
+        restarts_container=_restarts_container(fields.at("spec").at("template").at("spec")),
         admission_gates=_gates(metadata.at("annotations").name(GATES_ANNOTATION, LONGEST_GATES)),
         start_time=status.time("startTime"),
         deleting=metadata.has("deletionTimestamp"),
@@ -192,6 +193,7 @@ def _pod_view(key: ObjectKey, fields: Fields) -> PodView | None:
     if place is None or created is None:
         return None
     state, waiting = _container_states(status)
+    restarts, earlier = _restarts(_own_container(status))
     ended, running = state.at("terminated"), state.at("running")
     conditions = {item.text("type", LONGEST_REASON): item for item in status.items("conditions")}
     disrupted, scheduled, prepared = (
@@ -217,6 +219,9 @@ def _pod_view(key: ObjectKey, fields: Fields) -> PodView | None:
         reason=ended.text("reason", LONGEST_REASON) or status.text("reason", LONGEST_REASON),
         eviction=status.text("message", LONGEST_MESSAGE) if status.text("reason", LONGEST_REASON) == "Evicted" else "",
         termination_message=ended.last_of_text("message", TERMINATION_LIMIT_BYTES),
+        restarts=restarts,
+        earlier=earlier,
+        label_attempt=metadata.at("labels").digits(LABEL_ATTEMPT),
         waiting_reason=waiting.text("reason", LONGEST_REASON),
         waiting_message=waiting.text("message", LONGEST_MESSAGE),
         unschedulable=scheduled.text("message", LONGEST_MESSAGE) if scheduled.text("status", 16) == "False" else "",
@@ -225,11 +230,16 @@ def _pod_view(key: ObjectKey, fields: Fields) -> PodView | None:
     )
 
 
+def _own_container(status: Fields) -> Fields:
+    """The status of our container."""
+    found = {item.name("name"): item for item in status.items("containerStatuses")}
+    # The kubelet sorts by name, so that a container which somebody injected may come first.
+    return found.get(CONTAINER_NAME) or next(iter(found.values()), Fields(None))
+
+
 def _container_states(status: Fields) -> tuple[Fields, Fields]:
     """The state of our container, and the one in which a container waits: an init container counts as ours until that runs."""
-    states = {item.name("name"): item.at("state") for item in status.items("containerStatuses")}
-    # The kubelet sorts by name, so that a container which somebody injected may come first.
-    state = states.get(CONTAINER_NAME) or next(iter(states.values()), Fields(None))
+    state = _own_container(status).at("state")
     if state.has("running") or state.has("terminated"):
         return state, Fields(None)
     for initial in status.items("initContainerStatuses"):
@@ -239,6 +249,28 @@ def _container_states(status: Fields) -> tuple[Fields, Fields]:
         elif begun.has("waiting"):
             return state, begun.at("waiting")
     return state, state.at("waiting")
+
+
+def _restarts(container: Fields) -> tuple[int, ContainerEnd | None]:
+    """How often a container was started again, or waits for it, and how it ended before."""
+    ended = container.at("lastState").at("terminated")
+    if not ended.raw:
+        return 0, None
+    end = ContainerEnd(
+        started=ended.time("startedAt"),
+        finished=ended.time("finishedAt"),
+        exit_code=ended.integer("exitCode"),
+        reason=ended.text("reason", LONGEST_REASON),
+        termination_message=ended.last_of_text("message", TERMINATION_LIMIT_BYTES),
+    )
+    # The kubelet counts a container only once it is there.
+    waits = container.at("state").has("waiting")
+    return max(container.integer("restartCount") or 0, 0) + waits, end
+
+
+def _restarts_container(pod: Fields) -> bool:
+    """Whether our container has a rule for starting it again. A server that knows none leaves it out."""
+    return any(item.name("name") == CONTAINER_NAME and item.has("restartPolicyRules") for item in pod.items("containers"))
 
 
 def _deletion_requested(metadata: Fields) -> datetime | None:

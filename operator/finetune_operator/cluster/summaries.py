@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from finetune_job.api.method import MethodSpec
 from finetune_job.api.profile import GpuResource
-from finetune_job.names import DEFAULT_PROFILE, GPU_PRODUCT_LABEL, LABEL_TEAM
+from finetune_job.names import DEFAULT_PROFILE, GPU_PRODUCT_LABEL, LABEL_TEAM, Role
 from finetune_operator.cluster.raw_objects import Fields
 
 T = TypeVar("T")
@@ -84,6 +84,9 @@ class JobSummary:
     outcomes: tuple[tuple[str, str, bool], ...]
     """Of each recorded attempt: outcome, failure class (empty without one), whether it was counted."""
     attempt: int
+    """The current one of training."""
+    job_number: int
+    """In the name of the Job that runs it."""
     is_finished: bool
     is_training: bool
     """Prepared, not trained, not finished: rank 0 may have progress to tell."""
@@ -124,6 +127,7 @@ def job_summary(fields: Fields) -> JobSummary:
             )
         ),
         attempt=status.integer("attempt") or 0,
+        job_number=_job_number(status),
         is_finished=holds("Finished"),
         is_training=holds("Prepared") and not holds("Trained") and not holds("Finished"),
         created=fields.at("metadata").time("creationTimestamp"),
@@ -131,6 +135,16 @@ def job_summary(fields: Fields) -> JobSummary:
         is_waiting=not (started or holds("Finished") or holds("Stalled") or run.flag("suspend") or run.flag("cancel")),
         facts=_facts(fields, conditions),
     )
+
+
+def _job_number(status: Fields) -> int:
+    """As `decide.job_numbers.job_number` says of the current attempt of training."""
+    attempt = status.integer("attempt") or 0
+    is_continued = any(
+        item.flag("continued") and item.integer("number") == attempt - 1 and item.text("role", 16) in ("", Role.TRAIN)
+        for item in status.items("attempts")
+    )
+    return attempt - 1 if is_continued else attempt
 
 
 def profile_summary(spec: Fields) -> ProfileSummary:

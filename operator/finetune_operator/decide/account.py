@@ -130,20 +130,22 @@ def restart_key(attempt: Attempt) -> str:
     return f"{attempt.failure or FailureClass.UNKNOWN}|{'true' if attempt.counted else 'false'}"
 
 
-def with_pods(account: JobAccount, pods: Iterable[PodView], attempt: int, now: float) -> JobAccount:
-    """The account with what its training pods held between `at` and `now`. `attempt`: the current one of training."""
+def with_pods(account: JobAccount, pods: Iterable[PodView], number: int, now: float) -> JobAccount:
+    """The account with what its training pods held between `at` and `now`. `number`: of the Job that trains."""
     if now <= account.at or not account.gpus:
         return account
     waited = trained = idle = 0.0
     for pod in pods:
-        begun = pod.scheduled or pod.started
+        # A container that was started again has not waited since the first was.
+        first = pod.earlier.started if pod.earlier is not None else pod.started
+        begun = pod.scheduled or first
         if pod.role is not Role.TRAIN or begun is None:
             continue
         end = _end(pod, account.at, now)
-        started = min(pod.started.timestamp(), end) if pod.started is not None else end
+        started = min(first.timestamp(), end) if first is not None else end
         waited += _overlap(begun.timestamp(), started, account.at, now)
         ran = _overlap(started, end, account.at, now)
-        if pod.attempt == attempt:
+        if pod.attempt == number:
             trained += ran
         else:
             idle += ran

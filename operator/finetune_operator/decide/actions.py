@@ -4,7 +4,7 @@
    job is reconciled again from what is then observed. So a freeze is written before the first child exists, and the number
    of the next attempt (with the evidence of the last) before anything is deleted.
 2. `deletes`, propagation policy Foreground, the UID as precondition; "not found" and "another UID" count as done.
-3. `ungates`, the UID as precondition.
+3. `ungates` and `relabels`, the UID as precondition.
 4. `creates`; "already exists" counts as done where the controller owner is this job, else the object is a conflict.
 5. `events`.
 
@@ -65,6 +65,16 @@ class Ungate:
 
 
 @dataclass(frozen=True)
+class Relabel:
+    """Write an attempt into the label of a pod: it may run it."""
+
+    name: str
+    uid: str
+    """Precondition."""
+    attempt: int
+
+
+@dataclass(frozen=True)
 class Emit:
     """A Kubernetes event on the FineTuneJob."""
 
@@ -81,6 +91,7 @@ class Actions:
     """New status; None: the one that was observed still holds."""
     deletes: tuple[Delete, ...] = ()
     ungates: tuple[Ungate, ...] = ()
+    relabels: tuple[Relabel, ...] = ()
     creates: tuple[Create, ...] = ()
     events: tuple[Emit, ...] = ()
     news: tuple[Finding, ...] = ()

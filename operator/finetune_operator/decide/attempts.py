@@ -50,8 +50,10 @@ def opened(
     size: GangSize | None = None,
 ) -> list[Attempt]:
     """The history with an attempt that now runs. `pods`: of this attempt."""
-    scheduled = [pod.scheduled for pod in pods if pod.scheduled is not None]
-    prepared = [pod.prepared for pod in pods if pod.prepared is not None]
+    # A pod that runs its second attempt was placed for the first.
+    placed = [pod for pod in pods if pod.attempt == number]
+    scheduled = [pod.scheduled for pod in placed if pod.scheduled is not None]
+    prepared = [pod.prepared for pod in placed if pod.prepared is not None]
     started = [pod.started for pod in pods if pod.started is not None]
     times = {
         "scheduled_time": timestamp(max(scheduled)) if scheduled else "",
@@ -86,6 +88,8 @@ class AttemptEnd:
     message: str = ""
     """Why it ended, if it did not fail."""
     size: GangSize | None = None
+    continued: bool = False
+    """Whether the next attempt runs in the same pod."""
 
 
 def closed(status: FineTuneJobStatus, role: Role, number: int, end: AttemptEnd) -> list[Attempt]:
@@ -98,6 +102,7 @@ def closed(status: FineTuneJobStatus, role: Role, number: int, end: AttemptEnd) 
             "end_time": timestamp(end.time),
             "failure": failure.failure if failure is not None else None,
             "counted": end.counted,
+            "continued": end.continued,
             "message": failure.message if failure is not None else end.message,
             "hint": failure.hint if failure is not None else "",
             "evidence": list(failure.evidence) if failure is not None else [],

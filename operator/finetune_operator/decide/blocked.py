@@ -32,7 +32,8 @@ BLOCKED_SECONDS = 1800.0
 def delete_earlier_attempts(observed: Observed, result: PassResult) -> None:
     """Delete Jobs whose number has been passed on: the status says so already, no matter who was to delete them."""
     for batch_job in observed.batch_jobs:
-        if batch_job.attempt < attempt_of(observed.job.status, batch_job.role):
+        attempt = attempt_of(observed.job.status, batch_job.role)
+        if batch_job.attempt < attempt and batch_job != observed.batch_job(batch_job.role, attempt):
             result.delete(batch_job)
 
 

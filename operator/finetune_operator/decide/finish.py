@@ -98,7 +98,7 @@ def _end_attempt(observed: Observed, result: PassResult, message: str) -> None:
 def stop_running(observed: Observed, result: PassResult) -> None:
     """Delete the Jobs that still run. What ended by itself stays for inspection, with its pods and their logs."""
     for batch_job in observed.batch_jobs:
-        if not ends_by_itself(batch_job, observed.pods_of(batch_job.role, batch_job.attempt)):
+        if not ends_by_itself(batch_job, observed.pods_of_job(batch_job)):
             result.delete(batch_job)
     if observed.live is None:
         return
@@ -126,7 +126,7 @@ def stop_deleted(observed: Observed, result: PassResult) -> None:
 
 def still_running(observed: Observed) -> str:
     """What of an ended job can still run, on which nodes; empty: nothing."""
-    jobs = [f"Job {job.name}" for job in observed.batch_jobs if not ends_by_itself(job, observed.pods_of(job.role, job.attempt))]
+    jobs = [f"Job {job.name}" for job in observed.batch_jobs if not ends_by_itself(job, observed.pods_of_job(job))]
     nodes = {pod.name: pod.node for pod in observed.pods if not pod.is_terminal}
     if observed.live is not None:
         nodes |= {pod.name: pod.node for pod in observed.live.running_pods}

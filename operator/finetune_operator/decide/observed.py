@@ -7,7 +7,7 @@ belong to somebody else are in `Observed.conflicts`. Times are aware and in UTC.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from finetune_job.api.job import FineTuneJobSpec
@@ -15,6 +15,7 @@ from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.api.status import FineTuneJobStatus
 from finetune_job.names import Role
 from finetune_job.progress import Progress
+from finetune_operator.decide.job_numbers import job_number
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,9 @@ class BatchJobView:
     """Pods that run at a time: for a gang all of them. A queue that admits fewer lowers it."""
     takes_fewer: bool = False
     """Whether a queue may do so."""
+    restarts_container: bool = False
+    """Whether the kubelet is to start its container again in the same pod after a failure of the processes alone, as far as the
+    API server knows such rules."""
     admission_gates: tuple[str, ...] = ()
     """What keeps Kueue from admitting it, whatever room there is."""
     start_time: datetime | None = None
@@ -123,6 +127,17 @@ class BatchJobView:
 
 
 @dataclass(frozen=True, slots=True)
+class ContainerEnd:
+    """How a container ended that the kubelet has started again since, or is about to."""
+
+    started: datetime | None = None
+    finished: datetime | None = None
+    exit_code: int | None = None
+    reason: str = ""
+    termination_message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class PodView:
     """A pod of one role and attempt; kept with its last known state (`gone`) after its deletion, until its Job is gone too."""
 
@@ -130,6 +145,7 @@ class PodView:
     uid: str
     role: Role
     attempt: int
+    """Of its Job. A container that was started again may run the next one, see `in_attempt`."""
     created: datetime
     node_rank: int = 0
     """`batch.kubernetes.io/job-completion-index`."""
@@ -156,6 +172,12 @@ class PodView:
     eviction: str = ""
     """The kubelet's message if it has evicted the pod, whatever its containers ended with."""
     termination_message: str = ""
+    restarts: int = 0
+    """How often the kubelet has started the container again."""
+    earlier: ContainerEnd | None = None
+    """How it ended before."""
+    label_attempt: int | None = None
+    """The attempt that its label names: from there a container that was started again learns which one it may run."""
     waiting_reason: str = ""
     """Of a container that does not run yet: `ImagePullBackOff`, `ContainerCreating`, ..."""
     waiting_message: str = ""
@@ -171,6 +193,28 @@ class PodView:
     def is_terminal(self) -> bool:
         """Whether none of its containers can run any more."""
         return self.gone or self.phase in ("Succeeded", "Failed")
+
+    def in_attempt(self, number: int) -> PodView:
+        """The pod as this attempt sees it: ended with its container, whatever has happened to it since."""
+        if self.restarts <= number - self.attempt:
+            return self
+        end = self.earlier or ContainerEnd()
+        return replace(
+            self,
+            phase="Failed",
+            gone=False,
+            deletion_requested=None,
+            deletion_due=None,
+            disruption="",
+            eviction="",
+            started=end.started,
+            finished=end.finished,
+            exit_code=end.exit_code,
+            reason=end.reason,
+            termination_message=end.termination_message,
+            waiting_reason="",
+            waiting_message="",
+        )
 
 
 @dataclass(frozen=True)
@@ -310,10 +354,20 @@ class Observed:
         return bool(self.service_uid)
 
     def batch_job(self, role: Role, attempt: int) -> BatchJobView | None:
-        """The Job of a role and attempt, deleting ones included."""
-        return next((job for job in self.batch_jobs if job.role is role and job.attempt == attempt), None)
+        """The Job that runs an attempt of a role, deleting ones included: its own, or that of the attempt before it."""
+        jobs = {job.attempt: job for job in self.batch_jobs if job.role is role}
+        return jobs.get(attempt) or jobs.get(job_number(self.job.status, role, attempt))
 
     def pods_of(self, role: Role, attempt: int) -> tuple[PodView, ...]:
-        """The pods of a role and attempt, gone ones included, by node rank."""
-        pods = (pod for pod in self.pods if pod.role is role and pod.attempt == attempt)
+        """The pods of a role and attempt as that attempt sees them, gone ones included, by node rank."""
+        job = self.batch_job(role, attempt)
+        number = job_number(self.job.status, role, attempt) if job is None else job.attempt
+        return tuple(pod.in_attempt(attempt) for pod in self._pods_by_rank(role, number))
+
+    def pods_of_job(self, batch_job: BatchJobView) -> tuple[PodView, ...]:
+        """The pods of a Job as they are, gone ones included, by node rank."""
+        return self._pods_by_rank(batch_job.role, batch_job.attempt)
+
+    def _pods_by_rank(self, role: Role, number: int) -> tuple[PodView, ...]:
+        pods = (pod for pod in self.pods if pod.role is role and pod.attempt == number)
         return tuple(sorted(pods, key=lambda pod: (pod.node_rank, pod.created, pod.name)))

@@ -16,8 +16,8 @@ from finetune_job.conditions import ConditionValue, find_condition, initial_cond
 from finetune_job.finding import MAX_TEXT_LENGTH, Finding
 from finetune_job.reasons import ConditionType, Reason
 from finetune_job.stored_status import with_short_findings
-from finetune_operator.decide.actions import Actions, Create, Delete, DeletedKind, Emit, Ungate
-from finetune_operator.decide.observed import BatchJobView, JobView
+from finetune_operator.decide.actions import Actions, Create, Delete, DeletedKind, Emit, Relabel, Ungate
+from finetune_operator.decide.observed import BatchJobView, JobView, PodView
 from finetune_operator.decide.operator_error import is_told, ready_without_error
 from finetune_operator.decide.times import timestamp
 
@@ -39,6 +39,7 @@ class PassResult:
     _conditions: dict[ConditionType, tuple[ConditionValue, Reason, str]] = field(default_factory=dict)
     _deletes: dict[tuple[str, str], Delete] = field(default_factory=dict)
     _ungates: list[Ungate] = field(default_factory=list)
+    _relabels: list[Relabel] = field(default_factory=list)
     _creates: list[Create] = field(default_factory=list)
     _events: list[Emit] = field(default_factory=list)
     _requeue_after_seconds: float | None = None
@@ -87,6 +88,10 @@ class PassResult:
         remaining = tuple(one for one in batch_job.admission_gates if one != gate)
         self._ungates.append(Ungate(batch_job.name, batch_job.uid, remaining))
 
+    def relabel(self, pod: PodView, attempt: int) -> None:
+        """Let a pod run an attempt."""
+        self._relabels.append(Relabel(pod.name, pod.uid, attempt))
+
     def create(self, body: Mapping[str, Any]) -> None:
         """Create a child."""
         self._creates.append(Create(body))
@@ -114,6 +119,7 @@ class PassResult:
             status=None if status == self.job.status else status,
             deletes=tuple(self._deletes.values()),
             ungates=tuple(self._ungates),
+            relabels=tuple(self._relabels),
             creates=tuple(self._creates),
             events=(*self._events, *map(_event, news[:EVENTS_OF_FINDINGS])),
             news=news,

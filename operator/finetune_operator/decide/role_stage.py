@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from finetune_job.api.status import Attempt
@@ -39,6 +40,7 @@ from finetune_operator.decide.restart_policy import (
     row_of,
     with_progress,
 )
+from finetune_operator.decide.same_pod import continuing_pod
 from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of
 from finetune_operator.decide.stopped import start_next_attempt, stop_role
 from finetune_operator.decide.times import moment_after, startup_deadline, timestamp
@@ -153,7 +155,7 @@ class RoleStage:
         status, record, size = self.observed.job.status, self.record, self.size
         if record is None:
             # A Job that waited in a queue was created long before.
-            begun = batch_job.start_time or batch_job.created
+            begun = self._end_of_first() if batch_job.attempt < self.attempt else batch_job.start_time or batch_job.created
             pods = self.observed.pods_of(self.role, self.attempt)
             self.result.set(attempts=opened(status, self.role, self.attempt, begun, pods, size=size))
         elif size is not None and record.nodes not in (None, size.nodes):
@@ -162,9 +164,16 @@ class RoleStage:
             said = f"Attempt {self.attempt} continues on {size.nodes} of {self.most_nodes} nodes, {record.nodes} before."
             self.result.emit("Normal", Reason.RESIZING, said)
 
-    def close(self, outcome: AttemptOutcome, failure: Failure | None = None, *, counted: bool = False) -> None:
-        """Record the end of this attempt."""
-        end = AttemptEnd(outcome, self.result.now, failure, counted, size=self.size)
+    def _end_of_first(self) -> datetime:
+        """When the first attempt of a pod ended that now runs its second: its devices were held from then on."""
+        first = record_of(self.observed.job.status, self.role, self.attempt - 1)
+        return (moment_after(first.end_time, 0.0) if first is not None else None) or self.result.now
+
+    def close(
+        self, outcome: AttemptOutcome, failure: Failure | None = None, *, counted: bool = False, continued: bool = False
+    ) -> None:
+        """Record the end of this attempt. continued: the next one runs in the same pod."""
+        end = AttemptEnd(outcome, self.result.now, failure, counted, size=self.size, continued=continued)
         self.result.set(attempts=closed(self.observed.job.status, self.role, self.attempt, end))
 
     def resize(self, nodes: int, why: str, batch_job: BatchJobView) -> None:
@@ -191,22 +200,30 @@ class RoleStage:
             return
         restarts = with_progress(restarts_of(status, self.role), newest_checkpoint(status, self.role))
         decision = restart_decision(failure.failure, restarts, spec.run.max_restarts, self.result.now)
-        self.close(AttemptOutcome.FAILED, failure, counted=decision is RestartDecision.RESTART_COUNTED)
+        following = counters_after(decision, failure.failure, restarts, self.result.now)
+        pause = pause_seconds(failure.failure, following, self.role, self.observed.job.uid)
+        may_continue = decision.restarts and not pause
+        pod = continuing_pod(self.observed, batch_job, failure.failure, self.attempt) if may_continue else None
+        counted = decision is RestartDecision.RESTART_COUNTED
+        self.close(AttemptOutcome.FAILED, failure, counted=counted, continued=pod is not None)
         if not decision.restarts:
             self._give_up(failure, decision)
             return
-        following = counters_after(decision, failure.failure, restarts, self.result.now)
         self.result.set(**{ATTEMPT_FIELD[self.role]: self.attempt + 1}, **with_restarts(status, self.role, following))
-        pause = pause_seconds(failure.failure, following, self.role, self.observed.job.uid)
         reason = _WAITING.get(failure.failure, Reason.BACKING_OFF) if pause else Reason.RESTARTING
         outlook = self._outlook(failure.failure, pause)
+        if pod is not None:
+            outlook += f" Attempt {self.attempt + 1} runs in the same pod."
         if nodes is not None:
             self.result.set(gang_nodes=nodes)
             outlook += f" Attempt {self.attempt + 1} has {nodes} of {self.most_nodes} nodes."
         self.set_reason(reason, f"Attempt {self.attempt} failed: {failure.text}{outlook}")
         self.result.condition(ConditionType.READY, False, reason, failure.text)
-        self.result.emit("Warning", Reason.RESTARTING, f"Attempt {self.attempt} of {self.role} failed: {failure.text}")
-        if batch_job is not None:
+        said = f"Attempt {self.attempt} of {self.role} failed: {failure.text}"
+        self.result.emit("Warning", Reason.RESTARTING, f"{said} The next one runs in the same pod." if pod is not None else said)
+        if pod is not None:
+            self.result.relabel(pod, self.attempt + 1)
+        elif batch_job is not None:
             self.result.delete(batch_job)
 
     def _wait_for_pods(self, found: JobState, batch_job: BatchJobView, pending: Pending) -> None:

@@ -25,7 +25,7 @@ def suspend(observed: Observed, result: PassResult) -> None:
     role = current_role(status)
     attempt = attempt_of(status, role)
     batch_job = observed.batch_job(role, attempt)
-    if batch_job is not None and not ends_by_itself(batch_job, observed.pods_of(role, attempt)):
+    if batch_job is not None and not ends_by_itself(batch_job, observed.pods_of_job(batch_job)):
         result.set(attempts=closed(status, role, attempt, AttemptEnd(AttemptOutcome.SUSPENDED, result.now)))
         result.set(**{ATTEMPT_FIELD[role]: attempt + 1})
         if role is Role.TRAIN:

@@ -28,6 +28,7 @@ from finetune_trainer.errors import ConfigError
 from finetune_trainer.files import read_own
 from finetune_trainer.inspection.special_files import require_links_inside
 from finetune_trainer.processes.child import Child, encode_answer, fork, fork_answering, wait_for_answer
+from finetune_trainer.processes.container import LONGEST_WAIT_SECONDS, wait_until_told
 from finetune_trainer.processes.devices import hide_devices
 from finetune_trainer.processes.start import name_of_process, preload_for_forks, send_output_to
 from finetune_trainer.ranks.logs import CappedFile, RankLogs, rank_log_name, show
@@ -74,6 +75,8 @@ class Launch:
     """On this node alone, which is then all of the gang. For plans with an ordered reduction; None: as the plan says."""
     nodes: int | None = None
     """Of this attempt. For plans with an ordered reduction; None: as the plan says."""
+    attempt_file: Path | None = None
+    """That names this attempt once it may begin; None: it may."""
 
 
 class MasterUnreachableError(ConnectionError):
@@ -94,6 +97,9 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
     signal.signal(signal.SIGTERM, lambda _number, _frame: stopped.set())
     require_links_inside(context.base_model, context.base_model_root)
     preload_for_forks(context.plan, *LIBRARIES)
+    if launch.attempt_file is not None and not wait_until_told(launch.attempt_file, context.attempt, stopped):
+        said = "stopped by SIGTERM" if stopped.is_set() else f"the operator did not name it within {LONGEST_WAIT_SECONDS:.0f} s"
+        return _preempted(context, launch, f"attempt {context.attempt} did not begin in the pod of the one before: {said}")
     if launch.node_rank > 0:
         wait_until_resolved(launch.master_address, stopped)
     exit_status, output = (0, "") if stopped.is_set() else _run_torchrun(context, launch, stopped)
@@ -102,7 +108,7 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
     # What is told to a rank that has succeeded, or kills it, changes nothing any more.
     is_done = succeeded.issuperset(_local_ranks(context, launch))
     if stopped.is_set() and not is_done:
-        return _preempted(context, launch, reports)
+        return _stopped(context, launch, reports)
     if exit_status == 0 or is_done:
         facts = next((report.facts for report in reports if report.rank == 0), {})
         return TerminationReport(
@@ -315,19 +321,23 @@ def wait_until_resolved(host: str, stopped: threading.Event, seconds: float = RE
         stopped.wait(1.0)
 
 
-def _preempted(context: RunContext, launch: Launch, reports: list[TerminationReport]) -> TerminationReport:
+def _stopped(context: RunContext, launch: Launch, reports: list[TerminationReport]) -> TerminationReport:
     steps = [report.step for report in reports if report.failure is FailureClass.PREEMPTED and report.step is not None]
     until = (
         f"after step {steps[0]}; the state is saved" if steps else "before the state could be saved; the last checkpoint is kept"
     )
+    return _preempted(context, launch, f"stopped by SIGTERM {until}", steps[0] if steps else None)
+
+
+def _preempted(context: RunContext, launch: Launch, message: str, step: int | None = None) -> TerminationReport:
     return TerminationReport(
         role=Role.TRAIN.value,
         attempt=context.attempt,
         outcome=Outcome.FAILED,
         failure=FailureClass.PREEMPTED,
-        message=f"stopped by SIGTERM {until}",
+        message=message,
         node_rank=launch.node_rank,
-        step=steps[0] if steps else None,
+        step=step,
         time=time.time(),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -44,6 +45,36 @@ def test_the_arguments_of_a_training_pod() -> None:
         assert name in declared, "an undeclared variable is not expanded"
     field = declared["JOB_COMPLETION_INDEX"]["valueFrom"]["fieldRef"]["fieldPath"]
     assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def test_a_gang_of_one_pod_may_run_its_next_attempt_there() -> None:
+    pod = pod_spec(train_job(run_of(a_job()), 3))
+    container = pod["containers"][0]
+    # Collective, Internal and Stalled: processes ended, and node, devices and volumes are as good as before.
+    rule = {"action": "Restart", "exitCodes": {"operator": "In", "values": [47, 52, 53]}}
+    assert (container["restartPolicy"], container["restartPolicyRules"]) == ("Never", [rule])
+    assert container["args"][-2:] == ["--attempt-file", "/attempt/number"]
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "attempt"]
+    item = {"path": "number", "fieldRef": {"fieldPath": "metadata.labels['finetune.dev/attempt']"}}
+    assert volume["downwardAPI"] == {"items": [item]}
+    (mount,) = [one for one in container["volumeMounts"] if one["name"] == "attempt"]
+    assert (mount["mountPath"], mount["readOnly"]) == ("/attempt", True)
+
+
+def test_a_larger_gang_and_a_plan_of_before_end_with_their_pods() -> None:
+    old = run_of(a_job())
+    old = replace(old, placement=old.placement.model_copy(update={"restart_in_pod": False}))
+    elastic = run_of(a_job().nodes(3).spec("training.reduction", "Ordered").spec("parallelism.elastic", {"minNodes": 1}))
+    for job in (
+        train_job(old, 0),
+        train_job(run_of(a_job().nodes(2)), 0),
+        train_job(elastic, 0, 1),
+        merge_job(run_of(a_job()), 0),
+    ):
+        container = pod_spec(job)["containers"][0]
+        assert not {"restartPolicy", "restartPolicyRules"} & set(container)
+        assert "--attempt-file" not in container["args"]
+        assert "attempt" not in [one["name"] for one in pod_spec(job)["volumes"]]
 
 
 @pytest.mark.parametrize("name", ["tune", "a" * 63, "with.dots", "a-" * 30 + "b"])

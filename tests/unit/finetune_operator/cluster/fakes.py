@@ -99,11 +99,12 @@ class FakeApi:
         for precondition in ("resourceVersion", "uid"):
             if metadata.get(precondition) not in (None, stored["metadata"].get(precondition)):
                 raise ApiError("patch", 409, "Conflict", "changed")
-        for key, value in metadata.get("annotations", {}).items():
-            annotations = stored["metadata"].setdefault("annotations", {})
-            annotations.pop(key, None)
-            if value is not None:
-                annotations[key] = value
+        for field in ("annotations", "labels"):
+            for key, value in metadata.get(field, {}).items():
+                values = stored["metadata"].setdefault(field, {})
+                values.pop(key, None)
+                if value is not None:
+                    values[key] = value
         part = patch.get("status", {}) if subresource == "status" else {}
         stored["status"] = {**stored.get("status", {}), **part}
         return self.put(kind, stored)

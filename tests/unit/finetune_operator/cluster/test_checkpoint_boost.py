@@ -187,6 +187,17 @@ def test_the_boost_follows_the_run_from_checkpoint_to_checkpoint(scene: Scene) -
     assert (scene.round(), scene.kueue.boost()) == (["patch"], "0")
 
 
+def test_a_run_that_continues_in_its_pod_keeps_its_boost(scene: Scene) -> None:
+    scene.round()
+    scene.job(attempt=1, attempts=[{"role": "train", "number": 0, "continued": True}])
+    scene.at(75)
+    assert (scene.round(), scene.kueue.boost()) == (["patch"], "30")
+    # One that runs elsewhere is told nothing for the Job of before.
+    scene.job(attempt=2, attempts=[{"role": "train", "number": 0, "continued": True}])
+    scene.at(100)
+    assert scene.round() == []
+
+
 def test_what_stands_there_is_not_written_again(scene: Scene) -> None:
     scene.round()
     scene.at(51)

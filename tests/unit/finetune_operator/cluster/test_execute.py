@@ -1,4 +1,5 @@
 import asyncio
+import copy
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -17,7 +18,7 @@ from finetune_operator.cluster.execute import Executor, PassOutcome, merge_patch
 from finetune_operator.cluster.gather import Gathered, Gatherer
 from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, NETWORK_POLICIES, PODS
 from finetune_operator.cluster.recorder import EventRecorder
-from finetune_operator.decide.actions import Actions, Create, Delete, Emit, Ungate
+from finetune_operator.decide.actions import Actions, Create, Delete, Emit, Relabel, Ungate
 from tests.unit.finetune_operator.cluster import objects
 from tests.unit.finetune_operator.cluster.fakes import Clock, FakeApi
 
@@ -542,3 +543,50 @@ def test_merge_patch_leads_from_one_document_to_the_other(before: dict[str, Any]
     before, after = without_nulls(before), without_nulls(after)
     assert applied(before, merge_patch(before, after)) == after
     assert merge_patch(after, after) == {}
+
+
+RELABEL = Actions(relabels=(Relabel("tune-train-0-0", "tune-train-0-0-uid", 1),))
+
+
+def with_pod() -> Scene:
+    stage = scene()
+    stage.cache.take(PODS, stage.api.put(PODS, objects.pod(status={"phase": "Running"})))
+    return stage
+
+
+def test_a_pod_is_told_its_attempt_by_its_label_and_nothing_else_of_it_changes() -> None:
+    async def scenario() -> None:
+        stage = with_pod()
+        gathered = await stage.gathered()
+        before = copy.deepcopy(stage.api.objects["Pod", "team", "tune-train-0-0"])
+        assert await stage.executor.execute(gathered, RELABEL) is PassOutcome.ACTED
+        assert stage.writes() == [("patch", "Pod")]
+        told = stage.api.objects["Pod", "team", "tune-train-0-0"]
+        assert told["metadata"]["labels"] == before["metadata"]["labels"] | {"finetune.dev/attempt": "1"}
+        assert (told["spec"], told["status"]) == (before["spec"], before["status"])
+        assert (await stage.gathered()).observed.pods[0].label_attempt == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_pod_that_took_the_name_is_told_nothing() -> None:
+    async def scenario() -> None:
+        stage = with_pod()
+        gathered = await stage.gathered()
+        stage.api.objects["Pod", "team", "tune-train-0-0"]["metadata"]["uid"] = "its-successor"
+        assert await stage.executor.execute(gathered, RELABEL) is PassOutcome.REPEATED
+        assert stage.api.objects["Pod", "team", "tune-train-0-0"]["metadata"]["labels"]["finetune.dev/attempt"] == "0"
+
+    asyncio.run(scenario())
+
+
+def test_a_label_that_is_refused_is_told_to_the_next_pass() -> None:
+    async def scenario() -> None:
+        stage = with_pod()
+        stage.api.fail["patch"] = [ApiError("patch", 403, "Forbidden", "cannot patch resource pods")]
+        assert await stage.executor.execute(await stage.gathered(), RELABEL) is PassOutcome.ACTED
+        told = (await stage.gathered()).observed.refused
+        assert told is not None
+        assert (told.kind, told.name, told.code, told.message) == ("Pod", "tune-train-0-0", 403, "cannot patch resource pods")
+
+    asyncio.run(scenario())

@@ -277,6 +277,20 @@ def test_evidence_stays_while_its_attempt_is_current_and_goes_after() -> None:
     assert scene.gather().observed.pods == ()
 
 
+def test_evidence_of_the_pod_that_runs_two_attempts_stays_until_the_second_has_ended() -> None:
+    scene = Scene()
+    first = {"role": "train", "number": 0, "outcome": "Failed", "continued": True}
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=1) | {"attempts": [first]}))
+    scene.add(BATCH_JOBS, objects.batch_job())
+    for kind, document in ((PODS, objects.pod(version=100)), (BATCH_JOBS, objects.batch_job(version=101))):
+        document["metadata"]["deletionTimestamp"] = objects.CREATED
+        scene.cache.remove(kind, project(kind, document))
+    del scene.api.objects["Job", "team", "tune-train-0"]
+    assert [pod.gone for pod in scene.gather().observed.pods] == [True]
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=2) | {"attempts": [first]}))
+    assert scene.gather().observed.pods == ()
+
+
 def test_progress_is_handed_out_once() -> None:
     scene = Scene()
     scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))

@@ -138,6 +138,25 @@ def test_other_pods_are_not_asked(pod: dict[str, Any]) -> None:
     assert polled.asked == []
 
 
+@pytest.mark.parametrize(
+    ("attempts", "asked"),
+    [
+        ([{"role": "train", "number": 0, "continued": True}], ["/progress"]),
+        ([{"number": 0, "continued": True}], ["/progress"]),
+        ([{"role": "train", "number": 0, "continued": False}], []),
+        ([{"role": "train", "number": 1, "continued": True}], []),
+        ([{"role": "merge", "number": 0, "continued": True}], []),
+    ],
+)
+def test_the_pod_of_the_attempt_before_is_asked_if_the_current_one_runs_in_it(attempts: list[Any], asked: list[str]) -> None:
+    polled = Polled()
+    polled.scene.add(JOBS, objects.finetune_job(status=training(attempt=1) | {"attempts": attempts}))
+    polled.scene.add(PODS, running())
+    polled.rounds(answers(PROGRESS.model_copy(update={"attempt": 1}).model_dump_json()))
+    assert polled.asked == asked
+    assert polled.woken == [KEY] * len(asked)
+
+
 def test_a_pod_that_the_job_adopted_and_deletes_is_not_asked() -> None:
     adopted = running()
     later = {"creationTimestamp": "2026-01-02T03:05:05Z", "deletionTimestamp": "2026-01-02T03:06:05Z"}

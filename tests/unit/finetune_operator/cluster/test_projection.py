@@ -247,3 +247,67 @@ def test_why_the_kubelet_evicted_a_pod_is_told_apart_from_how_its_container_ende
     preempted = pod_view(objects.pod(status={**status, "reason": "Preempting"}))
     assert preempted is not None
     assert preempted.eviction == ""
+
+
+RAN = {
+    "startedAt": "2026-01-02T03:05:00Z",
+    "finishedAt": "2026-01-02T03:06:00Z",
+    "exitCode": 52,
+    "reason": "Error",
+    "message": "m",
+}
+
+
+@pytest.mark.parametrize(
+    ("container", "restarts", "exit_code"),
+    [
+        (
+            {"state": {"running": {"startedAt": "2026-01-02T03:06:01Z"}}, "lastState": {"terminated": RAN}, "restartCount": 1},
+            1,
+            52,
+        ),
+        ({"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": {"terminated": RAN}, "restartCount": 0}, 1, 52),
+        ({"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": {"terminated": RAN}, "restartCount": 1}, 2, 52),
+        ({"state": {"waiting": {"reason": "ContainerCreating"}}, "restartCount": 0}, 0, None),
+        ({"state": {"terminated": RAN}, "restartCount": 0}, 0, None),
+        ({"state": {"running": {}}, "lastState": {"terminated": {}}, "restartCount": 3}, 0, None),
+        ({"state": {"running": {}}, "lastState": {"terminated": RAN}, "restartCount": "many"}, 0, 52),
+        ({"state": {"running": {}}, "lastState": {"terminated": RAN}, "restartCount": -5}, 0, 52),
+        ({"state": {"running": {}}, "lastState": [RAN], "restartCount": 1}, 0, None),
+    ],
+)
+def test_a_container_that_was_started_again_tells_how_often_and_how_it_ended(
+    container: dict[str, Any], restarts: int, exit_code: int | None
+) -> None:
+    status = {"phase": "Running", "containerStatuses": [{"name": "trainer", **container}]}
+    view = pod_view(objects.pod(status=status))
+    assert view is not None
+    assert (view.restarts, None if view.earlier is None else view.earlier.exit_code) == (restarts, exit_code)
+    if view.earlier is not None:
+        assert (view.earlier.reason, view.earlier.termination_message) == ("Error", "m")
+        assert view.earlier.finished is not None
+        assert view.earlier.started is not None
+        assert (view.earlier.finished - view.earlier.started).total_seconds() == 60
+
+
+def test_the_attempt_in_a_pods_label_is_kept_beside_that_of_its_job() -> None:
+    document = objects.pod(attempt=3)
+    document["metadata"]["labels"]["finetune.dev/attempt"] = "4"
+    view = pod_view(document)
+    assert view is not None
+    assert (view.attempt, view.label_attempt) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("containers", "restarts"),
+    [
+        ([{"name": "trainer", "restartPolicyRules": [{"action": "Restart"}]}], True),
+        ([{"name": "proxy", "restartPolicyRules": [{"action": "Restart"}]}, {"name": "trainer"}], False),
+        ([{"name": "trainer"}], False),
+        ("none", False),
+    ],
+)
+def test_a_job_shows_whether_the_server_took_the_rule_for_starting_its_container_again(containers: Any, restarts: bool) -> None:
+    view = batch_job_view(objects.batch_job(spec={"template": {"spec": {"containers": containers}}}))
+    assert view is not None
+    assert view.restarts_container is restarts

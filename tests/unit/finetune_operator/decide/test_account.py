@@ -30,7 +30,7 @@ from finetune_operator.decide.account import (
     with_decision,
     with_pods,
 )
-from finetune_operator.decide.observed import PodView
+from finetune_operator.decide.observed import ContainerEnd, PodView
 from finetune_operator.decide.phases import phase_seconds
 from finetune_operator.decide.times import timestamp
 from tests.support.builders import T0, a_job, after, observing
@@ -75,6 +75,12 @@ def test_seconds_are_told_apart_and_added_once() -> None:
     # A job without GPUs has nothing to count, and so nothing to write.
     without = account().model_copy(update={"gpus": 0})
     assert with_pods(without, [pod(10, 40)], 0, START + 60) is without
+
+
+def test_a_container_that_was_started_again_trains_from_the_first_start_on() -> None:
+    again = pod(10, 100, restarts=1, earlier=ContainerEnd(started=after(40), finished=after(95)))
+    found = counted([again], 150)
+    assert (found.gpu_seconds, found.open_seconds) == ({"waiting": 8 * 30}, 8 * 110)
 
 
 def test_a_pod_that_went_without_a_word_held_its_gpus_until_it_was_due() -> None:
