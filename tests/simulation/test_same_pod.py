@@ -10,6 +10,7 @@ import pytest
 
 from finetune_job.failures import FailureClass
 from finetune_operator.cluster.kinds import JOBS
+from finetune_operator.decide.pass_result import PassResult
 from tests.simulation.controllers import phase_of
 from tests.simulation.virtual_time import VirtualLoop, run
 from tests.simulation.world import TEAM, World, a_manifest, role_of
@@ -53,6 +54,18 @@ async def _live(world: World, rng: random.Random) -> None:
     world.weather.faults = world.weather.deaths = 0.0
     await world.faults_stop()
     await world.everything_heals()
+
+
+def test_a_pod_that_is_told_of_another_attempt_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = PassResult.relabel
+    monkeypatch.setattr(PassResult, "relabel", lambda self, pod, attempt: told(self, pod, attempt + 1))
+    loop = VirtualLoop()
+    rng = random.Random("another attempt")
+    world = World(loop, rng)
+    world.people_prepare([], {})
+    world.invariants.counted_faults = True
+    with pytest.raises(AssertionError, match=r"of attempt (\d) may run attempt \d, status: \d"):
+        run(_live(world, rng), loop)
 
 
 @pytest.mark.parametrize("seed", range(2))

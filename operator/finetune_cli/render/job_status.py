@@ -91,7 +91,7 @@ def _attempt_row(attempt: Attempt, now: datetime) -> tuple[str, ...]:
         failure += " (not counted)"
     return (
         f"{attempt.role}-{attempt.number}",
-        attempt.outcome + _size(attempt),
+        attempt.outcome + _size(attempt) + (", pod kept" if attempt.continued else ""),
         plain(attempt.start_time.removesuffix("Z").replace("T", " "), 20),
         duration_text(seconds),
         failure,

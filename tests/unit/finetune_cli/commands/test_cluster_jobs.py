@@ -376,6 +376,19 @@ def test_an_object_that_is_nested_too_deeply_ends_no_command_with_a_traceback(ru
     assert (done.exit_code, done.output) == (3, "what was read is nested too deeply to be worked with\n")
 
 
+def test_an_attempt_after_which_the_pod_was_kept_says_so(run: Run, server: ApiServer) -> None:
+    job = copy.deepcopy(objects.RUNNING)
+    (first,) = [one for one in job["status"]["attempts"] if (one["role"], one["number"]) == ("train", 0)]
+    first |= {"nodes": None, "continued": True}
+    server.put(JOBS, job)
+    command = f"status {objects.RUNNING['metadata']['name']}"
+    (line,) = [line for line in run(command).output.splitlines() if "train-0 " in line]
+    assert line.startswith("  train-0  Failed, pod kept ")
+    first["continued"] = False
+    server.put(JOBS, job)
+    assert "pod kept" not in run(command).output
+
+
 def test_a_local_run_is_asked_for_by_an_option(run: Run, tmp_path: Path, server: ApiServer) -> None:
     server.asked.clear()
     for line in ("list --local", "status", "list --claims elsewhere"):
