@@ -5,6 +5,7 @@ of a gang that nobody disturbed.
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ ONE_POD: dict[str, Any] = {"parallelism": {"nodes": 1, "processesPerNode": 2, "f
 FAILED = FailedAttempt("train", "Internal", counted=True)
 
 
-@pytest.fixture
-def scene(stack: Stack) -> Iterator[Scene]:
-    found = Scene(stack, "same-pod")
+@contextmanager
+def playing(stack: Stack, name: str) -> Iterator[Scene]:
+    found = Scene(stack, name)
     try:
         yield found
     finally:
@@ -68,37 +69,32 @@ def attempts_of_training(scene: Scene) -> list[tuple[int, str, bool]]:
     return [(one["number"], one["outcome"], one.get("continued", False)) for one in attempts]
 
 
-def test_a_killed_rank_is_followed_by_an_attempt_in_the_same_pod(scene: Scene) -> None:
-    in_the_same_pod(scene, steps=30)
-    seen = scene.finish()
-    assert (seen.final, seen.failures, seen.resumes) == ("Succeeded", (FAILED,), True)
-    assert attempts_of_training(scene) == [(0, "Failed", True), (1, "Succeeded", False)]
-    assert {one["metadata"]["name"] for one in scene.stack.batch_jobs(scene.name, Role.TRAIN)} == {f"{scene.name}-train-0"}
+def test_a_killed_rank_is_followed_by_an_attempt_in_the_same_pod(stack: Stack) -> None:
+    with playing(stack, "same-pod") as scene:
+        in_the_same_pod(scene, steps=30)
+        seen = scene.finish()
+        assert (seen.final, seen.failures, seen.resumes) == ("Succeeded", (FAILED,), True)
+        assert attempts_of_training(scene) == [(0, "Failed", True), (1, "Succeeded", False)]
+        assert {one["metadata"]["name"] for one in stack.batch_jobs(scene.name, Role.TRAIN)} == {f"{scene.name}-train-0"}
 
 
 @pytest.mark.nightly
-def test_a_second_killed_rank_is_followed_by_a_new_pod_and_the_bytes_are_those_of_an_undisturbed_gang(
-    scene: Scene, stack: Stack
-) -> None:
-    pod = in_the_same_pod(scene, steps=60)
-    kill_a_rank(scene, pod)
-    scene.wait_for_next_step()
-    print(f"{scene.seconds:.1f} s from the second kill, in a new pod after a pause")
-    (other,) = stack.pods(scene.name, Role.TRAIN)
-    assert other["metadata"]["uid"] != pod["metadata"]["uid"]
-    assert other["metadata"]["labels"][LABEL_ATTEMPT] == "2"
-
-    seen = scene.finish()
-    assert (seen.final, seen.failures, seen.resumes) == ("Succeeded", (FAILED, FAILED), True)
-    assert attempts_of_training(scene) == [(0, "Failed", True), (1, "Failed", False), (2, "Succeeded", False)]
-    assert "rank 1 was killed by signal 9" in scene.status()["attempts"][-3]["message"]
-    disturbed = adapter(scene)
-    scene.leave()
-
-    undisturbed = Scene(stack, "other-pod")
-    try:
-        undisturbed.start(ONE_POD)
-        assert undisturbed.finish().final == "Succeeded"
-        assert adapter(undisturbed) == disturbed
-    finally:
-        undisturbed.leave()
+def test_a_second_killed_rank_is_followed_by_a_new_pod_and_the_bytes_are_those_of_an_undisturbed_gang(stack: Stack) -> None:
+    with playing(stack, "second-pod") as scene:
+        pod = in_the_same_pod(scene, steps=60)
+        kill_a_rank(scene, pod)
+        scene.wait_for_next_step()
+        print(f"{scene.seconds:.1f} s from the second kill, in a new pod after a pause")
+        (other,) = stack.pods(scene.name, Role.TRAIN)
+        assert other["metadata"]["uid"] != pod["metadata"]["uid"]
+        assert other["metadata"]["labels"][LABEL_ATTEMPT] == "2"
+        seen = scene.finish()
+        assert (seen.final, seen.failures, seen.resumes) == ("Succeeded", (FAILED, FAILED), True)
+        assert attempts_of_training(scene) == [(0, "Failed", True), (1, "Failed", False), (2, "Succeeded", False)]
+        first = next(one for one in scene.status()["attempts"] if one.get("role", "train") == "train")
+        assert "rank 1 was killed by signal 9" in first["message"]
+        disturbed = adapter(scene)
+    with playing(stack, "undisturbed-pod") as scene:
+        scene.start(ONE_POD)
+        assert scene.finish().final == "Succeeded"
+        assert adapter(scene) == disturbed

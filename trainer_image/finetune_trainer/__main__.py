@@ -81,7 +81,8 @@ def _preflight(context: RunContext, arguments: argparse.Namespace) -> Terminatio
 
 
 def _train(context: RunContext, arguments: argparse.Namespace) -> TerminationReport:
-    from finetune_trainer.roles.train import Launch, supervise
+    from finetune_trainer.roles.torchrun import Launch
+    from finetune_trainer.roles.train import supervise
 
     return supervise(
         context,

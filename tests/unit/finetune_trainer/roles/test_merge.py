@@ -25,7 +25,8 @@ from finetune_trainer.files import file_sha256
 from finetune_trainer.inspection.model_files import file_digests
 from finetune_trainer.release.checksums import read_release
 from finetune_trainer.roles.merge import check_trained, merge, publish_copy
-from finetune_trainer.roles.train import Launch, supervise
+from finetune_trainer.roles.torchrun import Launch
+from finetune_trainer.roles.train import supervise
 from tests.support.finished_run import finished_run
 from tests.support.forked_ranks import run_gang
 from tests.support.tiny_model import run_context, tiny_spec

@@ -11,31 +11,22 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from finetune_cli.local.launch import free_port
 from finetune_job.failures import EXIT_CODES, FailureClass, Outcome, TerminationReport, parse_envelope
 from finetune_job.names import SHUTDOWN_SECONDS
 from finetune_job.progress import Progress
 from finetune_trainer.context import RunContext
-from finetune_trainer.errors import ConfigError, classify
+from finetune_trainer.errors import classify
 from finetune_trainer.processes.start import name_of_process
 from finetune_trainer.ranks.reports import rank_process_name
-from finetune_trainer.roles.train import (
-    Launch,
-    MasterUnreachableError,
-    start_method_of_ranks,
-    supervise,
-    torchrun_arguments,
-    wait_until_resolved,
-)
+from finetune_trainer.roles.train import MasterUnreachableError, wait_until_resolved
 from finetune_trainer.train.run import StopRequest
 from tests.support import late_signal, told_devices
 from tests.support.forked_pods import PodServer
@@ -220,11 +211,6 @@ def pid_of_rank(pod: Pod, rank: int) -> int:
     raise AssertionError(f"rank {rank} does not run")
 
 
-def _forks_after_touching() -> bool:
-    torch.cuda.device_count()
-    return start_method_of_ranks() == "fork"
-
-
 @pytest.mark.parametrize("late", ["SIGTERM", "SIGKILL"])
 def test_what_comes_after_the_success_of_all_ranks_neither_holds_the_pod_nor_changes_its_end(
     tmp_path: Path, port: int, start: Callable[..., Pod], late: str
@@ -240,37 +226,6 @@ def test_what_comes_after_the_success_of_all_ranks_neither_holds_the_pod_nor_cha
 @pytest.mark.parametrize("is_late", [False, True], ids=["before", "afterwards"])
 def test_sigterm_ends_a_rank_that_has_nothing_to_save_any_more(is_late: bool) -> None:
     assert run_processes([partial(_leaves, is_late)]) == [-signal.SIGTERM]
-
-
-def test_fewer_ranks_than_the_plans_are_all_of_a_gang_that_adds_up_in_order(tmp_path: Path) -> None:
-    nodes = {"nodes": 2, "processesPerNode": 4, "fsdp": {"version": 2}}
-    ordered = run_context(tmp_path, tiny_spec(parallelism=nodes, training={"reduction": "Ordered", "globalBatchSize": 8}))
-    launch = Launch(Path("plan.json"), 0, "train-0.tiny", 29400, 0)
-    told = torchrun_arguments(replace(ordered, until_step=4), replace(launch, ranks=3), tmp_path, "fork")
-    assert told[-2:] == ["--until-step", "4"]
-    assert [told[told.index(name) + 1] for name in ("--nnodes", "--nproc-per-node", "--master-addr")] == ["1", "3", "127.0.0.1"]
-    told = torchrun_arguments(ordered, launch, tmp_path, "fork")
-    assert [told[told.index(name) + 1] for name in ("--nnodes", "--nproc-per-node", "--master-addr")] == [
-        "2",
-        "4",
-        "train-0.tiny",
-    ]
-    # An attempt of an elastic gang: fewer nodes, with all of their processes.
-    for nodes, address in ((1, "127.0.0.1"), (2, "train-0.tiny")):
-        told = torchrun_arguments(ordered, replace(launch, nodes=nodes), tmp_path, "fork")
-        assert [told[told.index(name) + 1] for name in ("--nnodes", "--nproc-per-node", "--master-addr")] == [
-            str(nodes),
-            "4",
-            address,
-        ]
-    for other, said in ((replace(launch, ranks=3), "--ranks 3: "), (replace(launch, nodes=1), "--nodes 1: ")):
-        with pytest.raises(ConfigError, match=said):
-            supervise(run_context(tmp_path / "fast", tiny_spec()), other)
-
-
-def test_ranks_are_not_forked_where_a_device_was_touched() -> None:
-    """torch notes that it was asked for devices, whether there are any or not: a fork after that could not use one."""
-    assert run_processes([_forks_after_touching]) == [0]
 
 
 def _leaves(is_late: bool) -> None:
