@@ -19,15 +19,8 @@ from finetune_job.progress import Progress
 from finetune_job.stored_status import read_status
 from finetune_operator.cluster.execute import status_document
 from finetune_operator.decide.account import JobAccount, JobLabels, UsageTotals, confirmed_by, with_decision, with_pods
-from finetune_operator.decide.observed import (
-    BatchJobView,
-    GangNodesView,
-    JobConditionView,
-    LiveChildren,
-    LiveJob,
-    Observed,
-    PodView,
-)
+from finetune_operator.decide.children_seen import BatchJobView, GangNodesView, JobConditionView, LiveChildren, LiveJob, PodView
+from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.reconcile import reconcile
 from finetune_operator.decide.stage import attempt_of, is_ended
 from finetune_operator.decide.train_stage import queue_of_growth

@@ -18,7 +18,7 @@ from finetune_job.reasons import ConditionType
 from finetune_job.stored_status import read_status
 from finetune_operator.cluster.projection import batch_job_view, pod_view
 from finetune_operator.decide.actions import Create, Delete
-from finetune_operator.decide.observed import BatchJobView, ConfigMapView
+from finetune_operator.decide.children_seen import BatchJobView, ConfigMapView
 from tests.support.builders import JobBuilder
 from tests.support.simulated_cluster import Children, SimulatedCluster
 

@@ -27,21 +27,16 @@ from finetune_job.plan.run_plan import JobIdentity, RunPlan
 from finetune_job.progress import Progress
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.children.claims import claims_named_by
-from finetune_operator.decide.observed import (
+from finetune_operator.decide.children_seen import (
     BatchJobView,
     ConfigMapView,
     GangNodesView,
     JobConditionView,
-    JobView,
     LiveChildren,
-    NamespaceView,
-    NodeView,
-    Observed,
-    PlaceInLine,
     PodView,
-    ProfileView,
     RefusedWrite,
 )
+from finetune_operator.decide.observed import JobView, NamespaceView, NodeView, Observed, PlaceInLine, ProfileView
 from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of
 from finetune_operator.decide.times import timestamp
 

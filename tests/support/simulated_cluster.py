@@ -23,18 +23,16 @@ from finetune_operator.children.claims import claims_named_by
 from finetune_operator.decide.actions import Actions, Create, Delete
 from finetune_operator.decide.attempts import restarts_of
 from finetune_operator.decide.blocked import needs_live_list
-from finetune_operator.decide.observed import (
+from finetune_operator.decide.children_seen import (
     BatchJobView,
     ConfigMapView,
     JobConditionView,
-    JobView,
     LiveChildren,
     LiveJob,
     LivePod,
-    Observed,
     PodView,
-    ProfileView,
 )
+from finetune_operator.decide.observed import JobView, Observed, ProfileView
 from finetune_operator.decide.reconcile import reconcile
 from finetune_operator.decide.stage import attempt_of, is_ended, is_terminal
 from tests.support.builders import T0, JobBuilder, envelope

@@ -77,6 +77,7 @@ COVERED_BY = {
     "finetune_operator/cluster/summaries.py": "finetune_operator/test_job_metrics.py",
     "finetune_operator/usage_metrics.py": "finetune_operator/test_job_metrics.py",
     "finetune_operator/decide/actions.py": "finetune_operator/cluster/test_execute.py",
+    "finetune_operator/decide/children_seen.py": "finetune_operator/decide/test_same_pod.py",
     "finetune_operator/decide/observed.py": "finetune_operator/decide/test_blocked_lost_nodes.py",
     "finetune_operator/decide/pass_result.py": "finetune_operator/decide/test_reconcile_effects.py",
     "finetune_operator/decide/role_stage.py": "finetune_operator/decide/test_attempts_restarts.py",

@@ -40,8 +40,9 @@ from finetune_operator.decide.account import (
     with_decision,
     with_pods,
 )
+from finetune_operator.decide.children_seen import PodView
 from finetune_operator.decide.job_numbers import job_number
-from finetune_operator.decide.observed import JobView, PodView
+from finetune_operator.decide.observed import JobView
 from finetune_operator.decide.stage import attempt_of, is_terminal
 from finetune_operator.decide.uncounted import continues_uncounted, failing_since
 from finetune_operator.logs import logger

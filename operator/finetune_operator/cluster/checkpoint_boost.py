@@ -25,8 +25,9 @@ from finetune_operator.cluster.projection import CachedObject, utc_now
 from finetune_operator.cluster.raw_objects import Fields
 from finetune_operator.cluster.reader import Reader
 from finetune_operator.cluster.workloads import ABSENT_SECONDS, Workloads
+from finetune_operator.decide.children_seen import BatchJobView, PodView
 from finetune_operator.decide.frozen_plan import PlanLost, frozen_plan
-from finetune_operator.decide.observed import BatchJobView, Observed, PodView, ProfileView
+from finetune_operator.decide.observed import Observed, ProfileView
 from finetune_operator.decide.progress import priority_boost
 from finetune_operator.logs import logger
 

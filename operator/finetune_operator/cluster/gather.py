@@ -32,10 +32,11 @@ from finetune_operator.cluster.reader import Reader
 from finetune_operator.cluster.warning_events import WarningEvents
 from finetune_operator.cluster.workloads import Workloads, num_waiting
 from finetune_operator.decide.blocked import needs_live_list
+from finetune_operator.decide.children_seen import GangNodesView
 from finetune_operator.decide.device_faults import nodes_in_question
 from finetune_operator.decide.finish import has_expired
 from finetune_operator.decide.job_numbers import job_number
-from finetune_operator.decide.observed import GangNodesView, JobView, Observed, PlaceInLine, ProfileView
+from finetune_operator.decide.observed import JobView, Observed, PlaceInLine, ProfileView
 from finetune_operator.decide.stage import attempt_of, current_role, is_ended, is_started, is_terminal
 from finetune_operator.decide.train_stage import queue_of_growth
 from finetune_operator.decide.validate_stage import has_begun

@@ -16,7 +16,8 @@ from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, NETWORK_POLICIES, 
 from finetune_operator.cluster.notes import JobNotes, LiveList
 from finetune_operator.cluster.object_key import ObjectKey, labelled_job_uid
 from finetune_operator.cluster.raw_objects import Fields
-from finetune_operator.decide.observed import JobView, LiveChildren, LiveJob, LivePod, PolicyView
+from finetune_operator.decide.children_seen import LiveChildren, LiveJob, LivePod, PolicyView
+from finetune_operator.decide.observed import JobView
 
 UNWATCHED_SECONDS = 15.0
 """How often an object is read of which no watch tells because its label was removed."""

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from finetune_job.progress import Progress
 from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.kinds import Kind
-from finetune_operator.decide.observed import LiveChildren, RefusedWrite
+from finetune_operator.decide.children_seen import LiveChildren, RefusedWrite
 
 FIRST_RETRY_SECONDS = 5.0
 LONGEST_RETRY_SECONDS = 300.0

@@ -15,7 +15,7 @@ from finetune_operator.cluster.answers import read_at_most
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.gather import Gatherer
 from finetune_operator.cluster.projection import CachedObject
-from finetune_operator.decide.observed import PodView
+from finetune_operator.decide.children_seen import PodView
 
 CONCURRENT_POLLS = 32
 ANSWER_SECONDS = 2.0

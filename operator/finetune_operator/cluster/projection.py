@@ -20,7 +20,7 @@ from finetune_operator.cluster.object_key import Document, ObjectKey, key_of
 from finetune_operator.cluster.packing import packed, unpacked
 from finetune_operator.cluster.raw_objects import Fields
 from finetune_operator.cluster.summaries import LONGEST_REASON, JobSummary, ProfileSummary, job_summary, profile_summary
-from finetune_operator.decide.observed import BatchJobView, ContainerEnd, GangNodesView, JobConditionView, PodView
+from finetune_operator.decide.children_seen import BatchJobView, ContainerEnd, GangNodesView, JobConditionView, PodView
 
 LONGEST_MESSAGE = 2048
 LONGEST_GATES = 4096

@@ -18,7 +18,8 @@ from finetune_job.stored_status import read_status
 from finetune_operator.cluster.kinds import JOBS, PROFILES, Kind
 from finetune_operator.cluster.object_key import Document
 from finetune_operator.cluster.projection import CachedObject
-from finetune_operator.decide.observed import ConfigMapView, JobView, ProfileView
+from finetune_operator.decide.children_seen import ConfigMapView
+from finetune_operator.decide.observed import JobView, ProfileView
 from finetune_operator.settings import MOST_WORKERS
 
 K = TypeVar("K", bound=Hashable)

@@ -11,7 +11,7 @@ from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, PODS, PROFILES, WA
 from finetune_operator.cluster.object_key import ObjectKey
 from finetune_operator.cluster.projection import CachedObject
 from finetune_operator.cluster.waiting_line import WaitingLines
-from finetune_operator.decide.observed import PodView
+from finetune_operator.decide.children_seen import PodView
 
 MOST_IN_A_TUPLE = 8
 """Nearly every owner owns fewer: a set would cost each of them four times the memory of a tuple and more."""

@@ -15,7 +15,7 @@ from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.kinds import Kind
 from finetune_operator.cluster.raw_objects import Fields
-from finetune_operator.decide.observed import BatchJobView
+from finetune_operator.decide.children_seen import BatchJobView
 
 WORKLOADS = tuple(Kind("kueue.x-k8s.io", version, "workloads", "Workload") for version in ("v1beta2", "v1beta1"))
 """Newest first: releases of Kueue serve one of them or both."""

@@ -19,7 +19,7 @@ from finetune_job.failures import FailureClass
 from finetune_job.names import Role
 from finetune_job.reasons import AttemptOutcome, ConditionType, Reason
 from finetune_operator.decide.attempts import record_of
-from finetune_operator.decide.observed import PodView
+from finetune_operator.decide.children_seen import PodView
 from finetune_operator.decide.phases import phase_seconds
 from finetune_operator.decide.stage import ATTEMPT_FIELD, attempt_of, is_terminal
 

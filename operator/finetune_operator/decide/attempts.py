@@ -12,8 +12,8 @@ from typing import Any
 from finetune_job.api.status import Attempt, FineTuneJobStatus, Restarts
 from finetune_job.names import Role
 from finetune_job.reasons import AttemptOutcome
+from finetune_operator.decide.children_seen import PodView
 from finetune_operator.decide.classify import Failure
-from finetune_operator.decide.observed import PodView
 from finetune_operator.decide.times import timestamp
 
 HISTORY_LIMIT = 64

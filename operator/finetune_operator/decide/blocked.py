@@ -13,8 +13,9 @@ from finetune_job.conditions import find_condition
 from finetune_job.names import Role, batch_job_name
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.attempts import latest_of
+from finetune_operator.decide.children_seen import LivePod
 from finetune_operator.decide.job_state import OVERDUE_GRACE, is_quota
-from finetune_operator.decide.observed import LivePod, Observed
+from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.stage import CONDITION, attempt_of, current_role, is_ended, is_started, is_terminal
 from finetune_operator.decide.times import moment_after

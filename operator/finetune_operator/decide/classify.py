@@ -16,7 +16,7 @@ from finetune_job.api.status import RankFailure
 from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass, Outcome, TerminationReport, parse_envelope
 from finetune_job.finding import Finding
 from finetune_operator.children.pod_template import SHARED_MEMORY_VOLUME
-from finetune_operator.decide.observed import PodView
+from finetune_operator.decide.children_seen import PodView
 from finetune_operator.decide.restart_policy import POLICY
 from finetune_operator.decide.times import timestamp
 

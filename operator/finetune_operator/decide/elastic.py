@@ -17,7 +17,7 @@ from finetune_job.names import Role
 from finetune_job.plan.launch_plan import LaunchPlan
 from finetune_job.progress import Progress
 from finetune_job.reasons import AttemptOutcome
-from finetune_operator.decide.observed import PodView
+from finetune_operator.decide.children_seen import PodView
 from finetune_operator.decide.times import moment_after
 
 MOST_DOUBLINGS = 3

@@ -11,8 +11,9 @@ from enum import Enum
 from finetune_job.failures import FailureClass, Outcome, TerminationReport, parse_envelope
 from finetune_job.names import Role
 from finetune_job.reasons import Reason
+from finetune_operator.decide.children_seen import BatchJobView, PodView
 from finetune_operator.decide.classify import NODE_LOST, OVERDUE, Failure, classify, failures_of
-from finetune_operator.decide.observed import BatchJobView, Observed, PodView
+from finetune_operator.decide.observed import Observed
 
 _IMAGE = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError", "RegistryUnavailable"}

@@ -16,9 +16,10 @@ from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.children.frozen_run import FrozenRun, Owner
 from finetune_operator.children.train_job import gang_configmap
 from finetune_operator.decide.blocked import wait_for_refused_write
+from finetune_operator.decide.children_seen import BatchJobView, GangNodesView
 from finetune_operator.decide.elastic import Elasticity
 from finetune_operator.decide.job_state import OVERDUE_GRACE, JobState, Pending
-from finetune_operator.decide.observed import BatchJobView, GangNodesView, Observed
+from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.role_stage import RoleStage
 
 _FIX_OF_TELLING = "Its pods wait for the ConfigMap with their number."

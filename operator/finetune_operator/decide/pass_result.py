@@ -17,7 +17,8 @@ from finetune_job.finding import MAX_TEXT_LENGTH, Finding
 from finetune_job.reasons import ConditionType, Reason
 from finetune_job.stored_status import with_short_findings
 from finetune_operator.decide.actions import Actions, Create, Delete, DeletedKind, Emit, Relabel, Ungate
-from finetune_operator.decide.observed import BatchJobView, JobView, PodView
+from finetune_operator.decide.children_seen import BatchJobView, PodView
+from finetune_operator.decide.observed import JobView
 from finetune_operator.decide.operator_error import is_told, ready_without_error
 from finetune_operator.decide.times import timestamp
 

@@ -26,10 +26,11 @@ from finetune_operator.decide.attempts import (
     with_restarts,
 )
 from finetune_operator.decide.blocked import delete_leftovers, report_leftovers, wait_for_refused_write
+from finetune_operator.decide.children_seen import BatchJobView
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.finish import finish_failed
 from finetune_operator.decide.job_state import JobState, Pending, State, job_state
-from finetune_operator.decide.observed import BatchJobView, Observed
+from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.restart_policy import (
     POLICY,

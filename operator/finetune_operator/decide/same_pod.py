@@ -11,8 +11,9 @@ from datetime import datetime, timedelta
 
 from finetune_job.failures import EXIT_CODES, PROCESS_FAILURES, FailureClass
 from finetune_job.names import Role
+from finetune_operator.decide.children_seen import BatchJobView, PodView
 from finetune_operator.decide.job_state import JobState, State
-from finetune_operator.decide.observed import BatchJobView, Observed, PodView
+from finetune_operator.decide.observed import Observed
 
 RESTART_GRACE = timedelta(seconds=10)
 """How long the kubelet may take to start a container again; nodes of older releases do not."""

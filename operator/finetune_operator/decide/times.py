@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 from finetune_job.api.job import RunSpec
 from finetune_job.api.status import FineTuneJobStatus
-from finetune_operator.decide.observed import BatchJobView, PodView
+from finetune_operator.decide.children_seen import BatchJobView, PodView
 
 
 def timestamp(moment: datetime) -> str:

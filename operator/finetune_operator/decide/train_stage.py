@@ -14,12 +14,13 @@ from finetune_operator.children.placement import PREFLIGHT_GATE
 from finetune_operator.children.train_job import gang_service, train_job
 from finetune_operator.decide.attempts import GangSize
 from finetune_operator.decide.blocked import wait_for_refused_write
+from finetune_operator.decide.children_seen import BatchJobView
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.device_faults import with_device_fault
 from finetune_operator.decide.elastic import Elasticity, elasticity, gang_nodes, grows, nodes_after_failure, nodes_that_came
 from finetune_operator.decide.frozen_plan import PlanLost, frozen_plan
 from finetune_operator.decide.job_state import JobState, State
-from finetune_operator.decide.observed import BatchJobView, Observed
+from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.partial_admission import admitted_nodes, follow_admission, quiet_until_told
 from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.progress import progress_of_facts, progress_status

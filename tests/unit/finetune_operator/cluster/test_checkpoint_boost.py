@@ -21,7 +21,7 @@ from finetune_operator.cluster.checkpoint_boost import PAUSE_SECONDS, PERIOD_SEC
 from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, Kind
 from finetune_operator.cluster.progress_poll import ProgressPoll
 from finetune_operator.cluster.projection import CachedObject
-from finetune_operator.decide.observed import PodView
+from finetune_operator.decide.children_seen import PodView
 from tests.support.builders import a_job
 from tests.unit.finetune_operator.cluster import objects
 from tests.unit.finetune_operator.cluster.fakes import Clock

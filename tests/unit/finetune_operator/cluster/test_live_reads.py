@@ -8,7 +8,7 @@ import pytest
 from finetune_operator.cluster.answers import ApiUnreachableError
 from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, NETWORK_POLICIES, PODS, Kind
 from finetune_operator.cluster.live_reads import LISTED_SECONDS, UNWATCHED_SECONDS
-from finetune_operator.decide.observed import PolicyView
+from finetune_operator.decide.children_seen import PolicyView
 from tests.unit.finetune_operator.cluster import objects
 from tests.unit.finetune_operator.cluster.test_gather import NOW, Scene, training
 

@@ -8,7 +8,7 @@ from finetune_job.names import Role
 from finetune_operator.cluster.kinds import CONFIG_MAPS, JOBS
 from finetune_operator.cluster.projection import batch_job_view, pod_view, project
 from finetune_operator.cluster.reader import Reader
-from finetune_operator.decide.observed import GangNodesView
+from finetune_operator.decide.children_seen import GangNodesView
 from tests.unit.finetune_operator.cluster import objects
 
 

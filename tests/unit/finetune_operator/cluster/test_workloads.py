@@ -12,7 +12,7 @@ from finetune_job.names import Role
 from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.kinds import Kind
 from finetune_operator.cluster.workloads import Workloads, num_waiting, reason_of
-from finetune_operator.decide.observed import BatchJobView, JobConditionView
+from finetune_operator.decide.children_seen import BatchJobView, JobConditionView
 
 NOW = datetime(2026, 1, 2, 3, 5, tzinfo=UTC)
 

@@ -30,7 +30,7 @@ from finetune_operator.decide.account import (
     with_decision,
     with_pods,
 )
-from finetune_operator.decide.observed import ContainerEnd, PodView
+from finetune_operator.decide.children_seen import ContainerEnd, PodView
 from finetune_operator.decide.phases import phase_seconds
 from finetune_operator.decide.times import timestamp
 from tests.support.builders import T0, a_job, after, observing

@@ -9,7 +9,8 @@ import pytest
 from finetune_job.api.status import Attempt
 from finetune_job.failures import FailureClass
 from finetune_job.reasons import ConditionType, Reason
-from finetune_operator.decide.observed import LiveChildren, LiveJob, LivePod, ProfileView
+from finetune_operator.decide.children_seen import LiveChildren, LiveJob, LivePod
+from finetune_operator.decide.observed import ProfileView
 from finetune_operator.decide.reconcile import reconcile
 from finetune_operator.decide.times import timestamp
 from tests.support.builders import T0, ObservedBuilder, a_job, a_profile, after, observing

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass, Outcome
 from finetune_job.names import Role
+from finetune_operator.decide.children_seen import PodView
 from finetune_operator.decide.classify import EVIDENCE_LIMIT, classify, classify_pod
-from finetune_operator.decide.observed import PodView
 from finetune_operator.decide.restart_policy import POLICY
 from tests.support.builders import T0, after, envelope
 

@@ -13,8 +13,8 @@ from finetune_job.failures import FailureClass
 from finetune_job.names import Role
 from finetune_job.progress import Progress
 from finetune_job.reasons import ConditionType, Reason
+from finetune_operator.decide.children_seen import PodView
 from finetune_operator.decide.elastic import elasticity, nodes_after_failure
-from finetune_operator.decide.observed import PodView
 from finetune_operator.decide.reconcile import reconcile
 from finetune_operator.decide.times import timestamp
 from tests.support.builders import T0, JobBuilder, ObservedBuilder, a_job, after, observing

@@ -10,8 +10,8 @@ from finetune_job.failures import FailureClass
 from finetune_job.plan.digest import canonical_json
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.blocked import needs_live_list
+from finetune_operator.decide.children_seen import LiveChildren, LiveJob, LivePod, PolicyView
 from finetune_operator.decide.finish import has_expired
-from finetune_operator.decide.observed import LiveChildren, LiveJob, LivePod, PolicyView
 from finetune_operator.decide.reconcile import reconcile
 from tests.support.builders import T0, JobBuilder, ObservedBuilder, a_job, after, observing
 from tests.unit.finetune_operator.decide.reading import condition, created, deleted, message, written

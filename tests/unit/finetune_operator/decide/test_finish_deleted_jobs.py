@@ -9,7 +9,8 @@ import pytest
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.actions import Actions
 from finetune_operator.decide.blocked import needs_live_list
-from finetune_operator.decide.observed import LiveChildren, LiveJob, LivePod, Observed
+from finetune_operator.decide.children_seen import LiveChildren, LiveJob, LivePod
+from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.reconcile import reconcile
 from tests.support.builders import T0, ObservedBuilder, a_job, after, observing
 from tests.unit.finetune_operator.decide.reading import condition, created, deleted, message, written

@@ -9,8 +9,8 @@ import pytest
 from finetune_job.failures import FailureClass
 from finetune_job.names import Role
 from finetune_job.reasons import Reason
+from finetune_operator.decide.children_seen import BatchJobView, PodView
 from finetune_operator.decide.job_state import pending
-from finetune_operator.decide.observed import BatchJobView, PodView
 from tests.support.builders import after
 
 JOB = BatchJobView("tune-train-0", "job", Role.TRAIN, 0, created=after(0))

@@ -11,7 +11,7 @@ from finetune_job.api.status import Attempt, ProgressStatus
 from finetune_job.progress import Progress
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.actions import Actions
-from finetune_operator.decide.observed import GangNodesView, RefusedWrite
+from finetune_operator.decide.children_seen import GangNodesView, RefusedWrite
 from finetune_operator.decide.reconcile import reconcile
 from finetune_operator.decide.times import timestamp
 from finetune_operator.decide.train_stage import queue_of_growth

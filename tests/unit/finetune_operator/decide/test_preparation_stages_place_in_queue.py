@@ -11,7 +11,8 @@ from finetune_job.failures import FailureClass
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.actions import Actions, Ungate
-from finetune_operator.decide.observed import Observed, RefusedWrite
+from finetune_operator.decide.children_seen import RefusedWrite
+from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.reconcile import reconcile
 from finetune_operator.decide.times import timestamp
 from tests.support.builders import T0, JobBuilder, ObservedBuilder, a_job, after, observing

@@ -8,7 +8,7 @@ from finetune_job.api.status import Attempt, FineTuneJobStatus, PlanStatus
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.attempts import AttemptEnd, closed
-from finetune_operator.decide.observed import ConfigMapView
+from finetune_operator.decide.children_seen import ConfigMapView
 from finetune_operator.decide.reconcile import reconcile
 from finetune_operator.decide.stage import is_started
 from tests.support.builders import T0, a_job, after, envelope, observing

@@ -9,7 +9,8 @@ import pytest
 from finetune_job.api.status import ProgressStatus
 from finetune_job.failures import FailureClass
 from finetune_job.reasons import ConditionType, Reason
-from finetune_operator.decide.observed import PlaceInLine, RefusedWrite
+from finetune_operator.decide.children_seen import RefusedWrite
+from finetune_operator.decide.observed import PlaceInLine
 from finetune_operator.decide.reconcile import reconcile
 from tests.support.builders import T0, ObservedBuilder, a_job, after, observing
 from tests.unit.finetune_operator.decide.reading import condition, created, deleted, message, written

@@ -12,7 +12,7 @@ from finetune_job.failures import EXIT_CODES, FailureClass
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType
 from finetune_operator.decide.actions import Relabel
-from finetune_operator.decide.observed import ContainerEnd, PodView, RefusedWrite
+from finetune_operator.decide.children_seen import ContainerEnd, PodView, RefusedWrite
 from finetune_operator.decide.reconcile import reconcile
 from tests.support.builders import T0, ObservedBuilder, a_job, after, envelope, observing
 from tests.unit.finetune_operator.decide.reading import condition, created, deleted, message, written

@@ -7,7 +7,7 @@ import pytest
 from finetune_job.api.job import RunSpec
 from finetune_job.api.status import FineTuneJobStatus
 from finetune_job.names import Role
-from finetune_operator.decide.observed import BatchJobView, PodView
+from finetune_operator.decide.children_seen import BatchJobView, PodView
 from finetune_operator.decide.times import active_deadline, stall_deadline, startup_deadline
 from tests.support.builders import after
 

@@ -10,7 +10,7 @@ from finetune_job.api.status import Attempt, Restarts
 from finetune_job.failures import FailureClass
 from finetune_job.progress import Progress
 from finetune_job.reasons import ConditionType, Reason
-from finetune_operator.decide.observed import LiveChildren, LiveJob, LivePod
+from finetune_operator.decide.children_seen import LiveChildren, LiveJob, LivePod
 from finetune_operator.decide.reconcile import reconcile
 from finetune_operator.decide.times import timestamp
 from tests.support.builders import T0, a_job, after, observing

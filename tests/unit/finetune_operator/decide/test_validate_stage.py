@@ -13,7 +13,8 @@ from finetune_job.api.status import Attempt
 from finetune_job.names import PLAN_KEY
 from finetune_job.plan.digest import canonical_json, plan_sha256, text_sha256
 from finetune_job.reasons import ConditionType, Reason
-from finetune_operator.decide.observed import LiveChildren, LiveJob, LivePod, NamespaceView, ProfileView
+from finetune_operator.decide.children_seen import LiveChildren, LiveJob, LivePod
+from finetune_operator.decide.observed import NamespaceView, ProfileView
 from finetune_operator.decide.reconcile import reconcile
 from tests.support.builders import T0, ObservedBuilder, a_job, a_profile, observing
 from tests.unit.finetune_operator.decide.reading import condition, created, deleted, message, written
