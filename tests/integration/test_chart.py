@@ -115,7 +115,7 @@ def test_operator_reads_no_secrets_and_creates_no_pods(installed: Installed) -> 
     documents = rendered(installed)
     granted = rules_of([role for role in of_kind(documents, "ClusterRole") if role["metadata"]["name"] == CLUSTER_NAME])
     assert not [rule for rule in granted if rule[1] == "secrets" or "*" in rule]
-    assert {verb for _, resource, verb in granted if resource == "pods"} == {"get", "list", "watch", "delete"}
+    assert {verb for _, resource, verb in granted if resource == "pods"} == {"get", "list", "watch", "patch", "delete"}
     assert {verb for _, resource, verb in granted if resource == "finetunejobs"} == {"get", "list", "watch"}
 
 
