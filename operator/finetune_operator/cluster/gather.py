@@ -149,7 +149,7 @@ class Gatherer:
             observed = replace(observed, namespace=await self._namespaces.view(job.namespace, now))
         if notes.refused is not None and now < notes.refused.retry_at:
             revisits.append((notes.refused.retry_at - now).total_seconds())
-        if needs_live_list(observed):
+        if needs_live_list(observed) and not _waits_for_name(observed):
             live = await self._live.children(job, notes, now)
             observed = replace(self._with_children(observed), live=live)
         if observed.plan is None and has_begun(observed) and not job.deleting and not is_ended(job.status):
@@ -291,6 +291,12 @@ class Gatherer:
             return finished or (pod.role, pod.attempt) != current
 
         self._cache.forget_evidence(job.uid, is_settled)
+
+
+def _waits_for_name(observed: Observed) -> bool:
+    """Whether nothing is created because a name is taken, perhaps for weeks: a live list would be for nothing, but at the end."""
+    job = observed.job
+    return bool(observed.vanishing or observed.conflicts) and not (is_ended(job.status) or job.deleting)
 
 
 def _gang_nodes(held: CachedObject) -> GangNodesView:

@@ -347,6 +347,25 @@ def test_conflict_is_looked_at_in_each_pass_until_it_is_gone(owner: str, pause: 
     assert scene.gatherer.may_create("job-uid", NOW)
 
 
+def test_nothing_is_listed_while_a_name_is_taken_but_for_the_end() -> None:
+    """Nothing is created meanwhile, and the name may stay taken for weeks."""
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=1)))
+    stranger = objects.batch_job(attempt=1)
+    stranger["metadata"]["ownerReferences"][0] |= {"name": "another", "uid": "another-job"}
+    scene.add(BATCH_JOBS, stranger, seen=False)
+    scene.gatherer.note_conflict("job-uid", BATCH_JOBS, "tune-train-1")
+    seen = scene.gather().observed
+    assert (seen.conflicts, seen.live) == (("Job/tune-train-1",), None)
+    ended = training(attempt=1)
+    ended["conditions"].append(ENDED)
+    scene.add(JOBS, objects.finetune_job(status=ended))
+    assert scene.gather().observed.live is not None
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=1)))
+    del scene.api.objects["Job", "team", "tune-train-1"]
+    assert scene.gather().observed.live is not None
+
+
 def test_claims_that_were_seen_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_CLAIMS_SEEN", 3)
     scene = Scene()
