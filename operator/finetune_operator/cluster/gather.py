@@ -1,7 +1,7 @@
 """Cache and a few live reads -> `Observed`, the input of one reconcile pass.
 
 Live reads are made only for what no watch shows: children that are in doubt (`live_reads`), whether claims exist, whether a
-conflicting object is still there.
+conflicting object is still there; and before pods are given up that have not started, because a watch may be late.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from finetune_operator.cluster.workloads import Workloads, num_waiting
 from finetune_operator.decide.blocked import needs_live_list
 from finetune_operator.decide.device_faults import nodes_in_question
 from finetune_operator.decide.finish import has_expired
+from finetune_operator.decide.job_state import late_to_start
 from finetune_operator.decide.observed import GangNodesView, JobView, Observed, PlaceInLine, ProfileView
 from finetune_operator.decide.stage import attempt_of, current_role, is_ended, is_started, is_terminal
 from finetune_operator.decide.train_stage import queue_of_growth
@@ -149,6 +150,10 @@ class Gatherer:
             observed = replace(observed, namespace=await self._namespaces.view(job.namespace, now))
         if notes.refused is not None and now < notes.refused.retry_at:
             revisits.append((notes.refused.retry_at - now).total_seconds())
+        late = late_to_start(observed, now)
+        if late is not None:
+            await self._live.read_again(job, late)
+            observed = self._with_children(observed)
         if needs_live_list(observed) and not _waits_for_name(observed):
             live = await self._live.children(job, notes, now)
             observed = replace(self._with_children(observed), live=live)

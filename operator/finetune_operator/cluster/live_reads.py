@@ -9,14 +9,14 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from finetune_job.names import network_policy_name
+from finetune_job.names import LABEL_JOB_UID, network_policy_name
 from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, NETWORK_POLICIES, PODS, Kind
 from finetune_operator.cluster.notes import JobNotes, LiveList
 from finetune_operator.cluster.object_key import ObjectKey, labelled_job_uid
 from finetune_operator.cluster.raw_objects import Fields
-from finetune_operator.decide.observed import JobView, LiveChildren, LiveJob, LivePod, PolicyView
+from finetune_operator.decide.observed import BatchJobView, JobView, LiveChildren, LiveJob, LivePod, PolicyView
 
 UNWATCHED_SECONDS = 15.0
 """How often an object is read of which no watch tells because its label was removed."""
@@ -58,6 +58,19 @@ class LiveReads:
             self._cache.found_gone(kind, key.uid)
             return False
         return self._cache.found(kind, document)
+
+    async def read_again(self, job: JobView, batch_job: BatchJobView) -> None:
+        """Learn how a Job and its pods are now, however late the watches are."""
+        for held in self._cache.owned(BATCH_JOBS, job.uid):
+            if held.key.uid == batch_job.uid:
+                await self._read(BATCH_JOBS, held.key)
+        pods, _ = await self._api.list(PODS, job.namespace, label_selector=f"{LABEL_JOB_UID}={job.uid}")
+        for pod in pods:
+            self._cache.take(PODS, pod)
+        shown = {Fields(pod).at("metadata").name("uid") for pod in pods}
+        for held in self._cache.owned(PODS, batch_job.uid):
+            if held.key.uid not in shown and not held.is_gone:
+                await self._read(PODS, held.key)
 
     async def network_policies(self, job: JobView) -> tuple[PolicyView, ...]:
         """Those of the job that nobody has deleted."""
