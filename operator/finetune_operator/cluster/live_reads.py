@@ -17,6 +17,7 @@ from finetune_operator.cluster.notes import JobNotes, LiveList
 from finetune_operator.cluster.object_key import ObjectKey, labelled_job_uid
 from finetune_operator.cluster.raw_objects import Fields
 from finetune_operator.decide.observed import BatchJobView, JobView, LiveChildren, LiveJob, LivePod, PolicyView
+from finetune_operator.decide.stage import current_role
 
 UNWATCHED_SECONDS = 15.0
 """How often an object is read of which no watch tells because its label was removed."""
@@ -108,8 +109,13 @@ class LiveReads:
         )
         shown = [(BATCH_JOBS, one.uid) for one in children.batch_jobs] + [(PODS, one.uid) for one in children.running_pods]
         is_watched = all(self._cache.is_watched(kind, uid) for kind, uid in shown)
-        # That nothing runs is looked at each time that something is to be created by it, so it is not kept.
-        is_kept = children != LiveChildren()
+        # What nothing has to be waited for in is looked at each time that something is to be created by it, so it is not kept: a
+        # Job that was created by it may be gone again, without its pods and without a trace in the cache.
+        role = current_role(job.status)
+        others = {
+            held.key.uid for held in self._cache.owned(BATCH_JOBS, job.uid) if held.batch_job and held.batch_job.role != role
+        }
+        is_kept = bool(children.running_pods) or any(one.uid not in others for one in children.batch_jobs)
         notes.listed = LiveList(children, self._cache.fingerprint(job.uid), now, is_watched) if is_kept else None
         return children
 

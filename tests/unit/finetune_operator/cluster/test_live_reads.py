@@ -161,6 +161,23 @@ def test_live_list_of_nothing_is_never_believed_twice() -> None:
         assert calls(scene, "list") == ["Job", "Pod"]
 
 
+def test_live_list_by_which_the_next_job_may_be_made_is_never_believed_twice() -> None:
+    """A Job that was made by it may be gone again, without its pods and without a trace in what is known."""
+    scene = Scene()
+    training_job(scene, attempt=1)
+    done = {"conditions": [{"type": "Complete", "status": "True"}]}
+    scene.add(BATCH_JOBS, objects.batch_job(role="preflight", status=done))
+    live = scene.gather().observed.live
+    assert live is not None
+    assert ([job.name for job in live.batch_jobs], live.running_pods) == (["tune-preflight-0"], ())
+    orphan = objects.pod(attempt=1, status={"phase": "Running"})
+    orphan["metadata"]["ownerReferences"] = []
+    scene.add(PODS, orphan, seen=False)
+    live = scene.gather().observed.live
+    assert live is not None
+    assert [pod.name for pod in live.running_pods] == ["tune-train-1-0"]
+
+
 def test_pod_of_which_no_event_comes_is_listed_again_soon() -> None:
     scene = Scene()
     training_job(scene, attempt=1)
