@@ -24,8 +24,10 @@ def a_world() -> World:
     return world
 
 
-@pytest.mark.parametrize("change", ["the pod starts", "the Job is deleted", "the Job is deleted with its pod"])
-def test_a_job_whose_pods_started_unseen_is_not_given_up(change: str) -> None:
+@pytest.mark.parametrize(
+    "change", ["the pod starts", "the Job is deleted", "the Job is deleted with its pod", "the pod goes a minute after its Job"]
+)
+def test_a_job_is_not_given_up_by_what_was_known_of_its_pods_before(change: str) -> None:
     world = a_world()
 
     async def live() -> None:
@@ -49,9 +51,12 @@ def test_a_job_whose_pods_started_unseen_is_not_given_up(change: str) -> None:
         else:
             (job,) = world.server.all(BATCH_JOBS)
             world.delete(BATCH_JOBS, job, policy="Background")
-            if change.endswith("pod"):
+            if change == "the Job is deleted with its pod":
                 world.cluster_works()
-        await asyncio.sleep(120.0)
+        await asyncio.sleep(60.0)
+        if change == "the pod goes a minute after its Job":
+            world.cluster_works()
+        await asyncio.sleep(60.0)
         world.check()
         (finetune_job,) = world.server.all(JOBS)
         assert finetune_job["status"]["phase"] == "Preflight"

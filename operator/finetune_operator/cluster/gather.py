@@ -35,7 +35,7 @@ from finetune_operator.decide.blocked import needs_live_list
 from finetune_operator.decide.device_faults import nodes_in_question
 from finetune_operator.decide.finish import has_expired
 from finetune_operator.decide.job_state import late_to_start
-from finetune_operator.decide.observed import GangNodesView, JobView, Observed, PlaceInLine, ProfileView
+from finetune_operator.decide.observed import BatchJobView, GangNodesView, JobView, Observed, PlaceInLine, PodView, ProfileView
 from finetune_operator.decide.stage import attempt_of, current_role, is_ended, is_started, is_terminal
 from finetune_operator.decide.train_stage import queue_of_growth
 from finetune_operator.decide.validate_stage import has_begun
@@ -190,10 +190,11 @@ class Gatherer:
         """As the cache knows them now."""
         uid, name = observed.job.uid, observed.job.name
         config_maps, services = self._cache.owned(CONFIG_MAPS, uid), self._cache.owned(SERVICES, uid)
+        batch_jobs = tuple(item.batch_job for item in self._cache.owned(BATCH_JOBS, uid) if item.batch_job is not None)
         return replace(
             observed,
-            batch_jobs=tuple(item.batch_job for item in self._cache.owned(BATCH_JOBS, uid) if item.batch_job is not None),
-            pods=tuple(item.pod for item in self._cache.pods_of(uid) if item.pod is not None),
+            batch_jobs=batch_jobs,
+            pods=_pods_that_count(self._cache.pods_of(uid), batch_jobs),
             plan=next((self._reader.plan(item) for item in config_maps if item.key.name == plan_configmap_name(name)), None),
             gang_nodes=next((_gang_nodes(item) for item in config_maps if item.key.name == gang_configmap_name(name)), None),
             service_uid=next((item.key.uid for item in services if item.key.name == service_name(name)), ""),
@@ -296,6 +297,13 @@ class Gatherer:
             return finished or (pod.role, pod.attempt) != current
 
         self._cache.forget_evidence(job.uid, is_settled)
+
+
+def _pods_that_count(pods: list[CachedObject], batch_jobs: tuple[BatchJobView, ...]) -> tuple[PodView, ...]:
+    """Without those of a Job that is gone, if another one of its name is there: what is known of them says nothing of that."""
+    uids, places = {one.uid for one in batch_jobs}, {(one.role, one.attempt) for one in batch_jobs}
+    shown = [(item.key.owner_uid, item.pod) for item in pods if item.pod is not None]
+    return tuple(pod for owner_uid, pod in shown if owner_uid in uids or (pod.role, pod.attempt) not in places)
 
 
 def _waits_for_name(observed: Observed) -> bool:

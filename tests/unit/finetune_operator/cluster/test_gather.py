@@ -277,6 +277,23 @@ def test_evidence_stays_while_its_attempt_is_current_and_goes_after() -> None:
     assert scene.gather().observed.pods == ()
 
 
+def test_pods_of_an_earlier_job_of_the_same_name_say_nothing_of_the_one_that_is_there() -> None:
+    """Somebody has deleted the Job before anything was known of it, so that it was made again under its number."""
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
+    scene.add(BATCH_JOBS, objects.batch_job())
+    scene.add(PODS, objects.pod())
+    scene.cache.found_gone(BATCH_JOBS, "tune-train-0-uid")
+    assert [pod.uid for pod in scene.gather().observed.pods] == ["tune-train-0-0-uid"]
+    again, pod = objects.batch_job(), objects.pod()
+    again["metadata"]["uid"] = pod["metadata"]["ownerReferences"][0]["uid"] = "again"
+    pod["metadata"]["uid"] = "its pod"
+    scene.add(BATCH_JOBS, again)
+    assert scene.gather().observed.pods == ()
+    scene.add(PODS, pod)
+    assert [pod.uid for pod in scene.gather().observed.pods] == ["its pod"]
+
+
 def test_progress_is_handed_out_once() -> None:
     scene = Scene()
     scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
