@@ -1,7 +1,7 @@
 """Cache and a few live reads -> `Observed`, the input of one reconcile pass.
 
 Live reads are made only for what no watch shows: children that are in doubt (`live_reads`), whether claims exist, whether a
-conflicting object is still there.
+conflicting object is still there; and before pods are given up that have not started, because a watch may be late.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from finetune_operator.cluster.reader import Reader
 from finetune_operator.cluster.warning_events import WarningEvents
 from finetune_operator.cluster.workloads import Workloads, num_waiting
 from finetune_operator.decide.blocked import needs_live_list
-from finetune_operator.decide.children_seen import GangNodesView
+from finetune_operator.decide.children_seen import BatchJobView, GangNodesView, PodView
 from finetune_operator.decide.device_faults import nodes_in_question
 from finetune_operator.decide.finish import has_expired
 from finetune_operator.decide.job_numbers import job_number
+from finetune_operator.decide.job_state import late_to_start
 from finetune_operator.decide.observed import JobView, Observed, PlaceInLine, ProfileView
 from finetune_operator.decide.stage import attempt_of, current_role, is_ended, is_started, is_terminal
 from finetune_operator.decide.train_stage import queue_of_growth
@@ -151,7 +152,11 @@ class Gatherer:
             observed = replace(observed, namespace=await self._namespaces.view(job.namespace, now))
         if notes.refused is not None and now < notes.refused.retry_at:
             revisits.append((notes.refused.retry_at - now).total_seconds())
-        if needs_live_list(observed):
+        late = late_to_start(observed, now)
+        if late is not None:
+            await self._live.read_again(job, late)
+            observed = self._with_children(observed)
+        if needs_live_list(observed) and not _waits_for_name(observed):
             live = await self._live.children(job, notes, now)
             observed = replace(self._with_children(observed), live=live)
         if observed.plan is None and has_begun(observed) and not job.deleting and not is_ended(job.status):
@@ -187,10 +192,11 @@ class Gatherer:
         """As the cache knows them now."""
         uid, name = observed.job.uid, observed.job.name
         config_maps, services = self._cache.owned(CONFIG_MAPS, uid), self._cache.owned(SERVICES, uid)
+        batch_jobs = tuple(item.batch_job for item in self._cache.owned(BATCH_JOBS, uid) if item.batch_job is not None)
         return replace(
             observed,
-            batch_jobs=tuple(item.batch_job for item in self._cache.owned(BATCH_JOBS, uid) if item.batch_job is not None),
-            pods=tuple(item.pod for item in self._cache.pods_of(uid) if item.pod is not None),
+            batch_jobs=batch_jobs,
+            pods=_pods_that_count(self._cache.pods_of(uid), batch_jobs),
             plan=next((self._reader.plan(item) for item in config_maps if item.key.name == plan_configmap_name(name)), None),
             gang_nodes=next((_gang_nodes(item) for item in config_maps if item.key.name == gang_configmap_name(name)), None),
             service_uid=next((item.key.uid for item in services if item.key.name == service_name(name)), ""),
@@ -293,6 +299,19 @@ class Gatherer:
             return finished or (pod.role, pod.attempt) != current
 
         self._cache.forget_evidence(job.uid, is_settled)
+
+
+def _pods_that_count(pods: list[CachedObject], batch_jobs: tuple[BatchJobView, ...]) -> tuple[PodView, ...]:
+    """Without those of a Job that is gone, if another one of its name is there: what is known of them says nothing of that."""
+    uids, places = {one.uid for one in batch_jobs}, {(one.role, one.attempt) for one in batch_jobs}
+    shown = [(item.key.owner_uid, item.pod) for item in pods if item.pod is not None]
+    return tuple(pod for owner_uid, pod in shown if owner_uid in uids or (pod.role, pod.attempt) not in places)
+
+
+def _waits_for_name(observed: Observed) -> bool:
+    """Whether nothing is created because a name is taken, perhaps for weeks: a live list would be for nothing, but at the end."""
+    job = observed.job
+    return bool(observed.vanishing or observed.conflicts) and not (is_ended(job.status) or job.deleting)
 
 
 def _gang_nodes(held: CachedObject) -> GangNodesView:

@@ -9,15 +9,16 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from finetune_job.names import network_policy_name
+from finetune_job.names import LABEL_JOB_UID, network_policy_name
 from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, NETWORK_POLICIES, PODS, Kind
 from finetune_operator.cluster.notes import JobNotes, LiveList
 from finetune_operator.cluster.object_key import ObjectKey, labelled_job_uid
 from finetune_operator.cluster.raw_objects import Fields
-from finetune_operator.decide.children_seen import LiveChildren, LiveJob, LivePod, PolicyView
+from finetune_operator.decide.children_seen import BatchJobView, LiveChildren, LiveJob, LivePod, PolicyView
 from finetune_operator.decide.observed import JobView
+from finetune_operator.decide.stage import current_role
 
 UNWATCHED_SECONDS = 15.0
 """How often an object is read of which no watch tells because its label was removed."""
@@ -60,6 +61,19 @@ class LiveReads:
             return False
         return self._cache.found(kind, document)
 
+    async def read_again(self, job: JobView, batch_job: BatchJobView) -> None:
+        """Learn how a Job and its pods are now, however late the watches are."""
+        for held in self._cache.owned(BATCH_JOBS, job.uid):
+            if held.key.uid == batch_job.uid:
+                await self._read(BATCH_JOBS, held.key)
+        pods, _ = await self._api.list(PODS, job.namespace, label_selector=f"{LABEL_JOB_UID}={job.uid}")
+        for pod in pods:
+            self._cache.take(PODS, pod)
+        shown = {Fields(pod).at("metadata").name("uid") for pod in pods}
+        for held in self._cache.owned(PODS, batch_job.uid):
+            if held.key.uid not in shown and not held.is_gone:
+                await self._read(PODS, held.key)
+
     async def network_policies(self, job: JobView) -> tuple[PolicyView, ...]:
         """Those of the job that nobody has deleted."""
         found = []
@@ -96,8 +110,13 @@ class LiveReads:
         )
         shown = [(BATCH_JOBS, one.uid) for one in children.batch_jobs] + [(PODS, one.uid) for one in children.running_pods]
         is_watched = all(self._cache.is_watched(kind, uid) for kind, uid in shown)
-        # That nothing runs is looked at each time that something is to be created by it, so it is not kept.
-        is_kept = children != LiveChildren()
+        # What nothing has to be waited for in is looked at each time that something is to be created by it, so it is not kept: a
+        # Job that was created by it may be gone again, without its pods and without a trace in the cache.
+        role = current_role(job.status)
+        others = {
+            held.key.uid for held in self._cache.owned(BATCH_JOBS, job.uid) if held.batch_job and held.batch_job.role != role
+        }
+        is_kept = bool(children.running_pods) or any(one.uid not in others for one in children.batch_jobs)
         notes.listed = LiveList(children, self._cache.fingerprint(job.uid), now, is_watched) if is_kept else None
         return children
 

@@ -177,15 +177,24 @@ class Store:
         if held.is_bare:
             self._put_bare(kind, uid)
         elif kind == JOBS:
-            self._job_uids[JobKey(held.key.namespace, held.key.name)] = uid
+            name = JobKey(held.key.namespace, held.key.name)
+            if self._may_have_name(held, JOBS, self._job_uids.get(name)):
+                self._job_uids[name] = uid
             return self.lines.put(held)
-        elif kind == PROFILES:
+        elif kind == PROFILES and self._may_have_name(held, PROFILES, self._profiles.get(held.key.name)):
             self._profiles[held.key.name] = uid
             self.lines.limit(held.key.name, held.profile.max_active_jobs if held.profile is not None else None)
         elif kind == BATCH_JOBS:
             self._job_of_batch_job[uid] = held.key.owner_uid
             self._batch_jobs_of.add(held.key.owner_uid, uid)
         return set()
+
+    def _may_have_name(self, held: CachedObject, kind: Kind, named: str | None) -> bool:
+        """Whether no later object has the name. What a watch has still to tell of an earlier one may come after the next one of
+        its name: only events of the same object keep their order, and an answer to a request is ahead of all of them.
+        """
+        known = None if named is None else self._objects[kind].get(named)
+        return known is None or known.key.version <= held.key.version
 
     def _put_bare(self, kind: Kind, uid: str) -> None:
         self._bare[uid] = kind

@@ -14,6 +14,8 @@ from finetune_job.reasons import Reason
 from finetune_operator.decide.children_seen import BatchJobView, PodView
 from finetune_operator.decide.classify import NODE_LOST, OVERDUE, Failure, classify, failures_of
 from finetune_operator.decide.observed import Observed
+from finetune_operator.decide.stage import attempt_of, current_role, is_ended
+from finetune_operator.decide.times import startup_deadline
 
 _IMAGE = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError", "RegistryUnavailable"}
@@ -157,6 +159,23 @@ def job_state(observed: Observed, role: Role, attempt: int, num_pods: int, *, wa
         return JobState(State.WAITING, job, pods, pending=pending(job, pods, num_pods))
     overdue = [pod.deletion_due + OVERDUE_GRACE for pod in pods if pod.deletion_due is not None and not pod.is_terminal]
     return JobState(State.RUNNING, job, pods, requeue_at=min((moment for moment in overdue if moment > now), default=None))
+
+
+def late_to_start(observed: Observed, now: datetime) -> BatchJobView | None:
+    """The Job whose pods have not all started in time, by what is known of them. That is looked up before they are given up:
+    watches may be late, and it can be the end of the FineTuneJob.
+    """
+    status, spec = observed.job.status, observed.job.spec
+    role = current_role(status)
+    attempt = attempt_of(status, role)
+    job = observed.batch_job(role, attempt)
+    if job is None or spec is None or spec.run.suspend or observed.job.deleting or is_ended(status):
+        return None
+    found = job_state(observed, role, attempt, job.parallelism or 1, was_seen=True, now=now)
+    if found.state is not State.WAITING or found.pending is None or found.pending.is_capacity:
+        return None
+    deadline = startup_deadline(spec.run, job, found.pods)
+    return job if deadline is not None and now >= deadline else None
 
 
 def _belongs_to_earlier_life(pod: PodView, start: datetime | None) -> bool:

@@ -143,6 +143,24 @@ def test_job_made_anew_under_its_old_name_is_another_job() -> None:
     assert cache.owned(BATCH_JOBS, "second") == []
 
 
+def test_late_events_of_an_earlier_object_do_not_take_the_name_from_the_next_one() -> None:
+    """kopf keeps the order of one object's events only, and an answer to a request may be ahead of all of them."""
+    cache = filled()
+    profile = {"metadata": {"name": "default", "uid": "p", "resourceVersion": "7"}, "spec": {"trainerImage": "image:1"}}
+    put(cache, PROFILES, profile)
+    put(cache, JOBS, objects.finetune_job(version=20, uid="second"))
+    put(cache, PROFILES, {**profile, "metadata": {"name": "default", "uid": "q", "resourceVersion": "21"}})
+    late = {**profile, "metadata": {**profile["metadata"], "resourceVersion": "18"}}
+    for told in (put, deleted):
+        told(cache, JOBS, objects.finetune_job(version=18, profile="edited"))
+        told(cache, PROFILES, late)
+        job, its_profile = cache.job(KEY), cache.profile("default")
+        assert job is not None
+        assert its_profile is not None
+        assert (job.key.uid, its_profile.key.uid) == ("second", "q")
+        assert cache.job_keys() == [KEY]
+
+
 def test_changed_profile_wakes_the_unfinished_jobs_that_use_it() -> None:
     cache = filled()
     finished = {"conditions": [{"type": "Finished", "status": "True", "reason": "Completed"}]}

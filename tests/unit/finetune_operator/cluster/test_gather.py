@@ -291,6 +291,23 @@ def test_evidence_of_the_pod_that_runs_two_attempts_stays_until_the_second_has_e
     assert scene.gather().observed.pods == ()
 
 
+def test_pods_of_an_earlier_job_of_the_same_name_say_nothing_of_the_one_that_is_there() -> None:
+    """Somebody has deleted the Job before anything was known of it, so that it was made again under its number."""
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
+    scene.add(BATCH_JOBS, objects.batch_job())
+    scene.add(PODS, objects.pod())
+    scene.cache.found_gone(BATCH_JOBS, "tune-train-0-uid")
+    assert [pod.uid for pod in scene.gather().observed.pods] == ["tune-train-0-0-uid"]
+    again, pod = objects.batch_job(), objects.pod()
+    again["metadata"]["uid"] = pod["metadata"]["ownerReferences"][0]["uid"] = "again"
+    pod["metadata"]["uid"] = "its pod"
+    scene.add(BATCH_JOBS, again)
+    assert scene.gather().observed.pods == ()
+    scene.add(PODS, pod)
+    assert [pod.uid for pod in scene.gather().observed.pods] == ["its pod"]
+
+
 def test_progress_is_handed_out_once() -> None:
     scene = Scene()
     scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
@@ -359,6 +376,25 @@ def test_conflict_is_looked_at_in_each_pass_until_it_is_gone(owner: str, pause: 
     assert gathered.observed.vanishing + gathered.observed.conflicts == ()
     assert gathered.revisit_after_seconds is None
     assert scene.gatherer.may_create("job-uid", NOW)
+
+
+def test_nothing_is_listed_while_a_name_is_taken_but_for_the_end() -> None:
+    """Nothing is created meanwhile, and the name may stay taken for weeks."""
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=1)))
+    stranger = objects.batch_job(attempt=1)
+    stranger["metadata"]["ownerReferences"][0] |= {"name": "another", "uid": "another-job"}
+    scene.add(BATCH_JOBS, stranger, seen=False)
+    scene.gatherer.note_conflict("job-uid", BATCH_JOBS, "tune-train-1")
+    seen = scene.gather().observed
+    assert (seen.conflicts, seen.live) == (("Job/tune-train-1",), None)
+    ended = training(attempt=1)
+    ended["conditions"].append(ENDED)
+    scene.add(JOBS, objects.finetune_job(status=ended))
+    assert scene.gather().observed.live is not None
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=1)))
+    del scene.api.objects["Job", "team", "tune-train-1"]
+    assert scene.gather().observed.live is not None
 
 
 def test_claims_that_were_seen_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

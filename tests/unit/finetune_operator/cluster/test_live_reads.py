@@ -1,10 +1,11 @@
 """What no watch shows: children without their label, children in doubt, and the live lists before a later attempt."""
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
+from finetune_job.names import INDEX_LABEL
 from finetune_operator.cluster.answers import ApiUnreachableError
 from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, NETWORK_POLICIES, PODS, Kind
 from finetune_operator.cluster.live_reads import LISTED_SECONDS, UNWATCHED_SECONDS
@@ -160,6 +161,23 @@ def test_live_list_of_nothing_is_never_believed_twice() -> None:
         assert calls(scene, "list") == ["Job", "Pod"]
 
 
+def test_live_list_by_which_the_next_job_may_be_made_is_never_believed_twice() -> None:
+    """A Job that was made by it may be gone again, without its pods and without a trace in what is known."""
+    scene = Scene()
+    training_job(scene, attempt=1)
+    done = {"conditions": [{"type": "Complete", "status": "True"}]}
+    scene.add(BATCH_JOBS, objects.batch_job(role="preflight", status=done))
+    live = scene.gather().observed.live
+    assert live is not None
+    assert ([job.name for job in live.batch_jobs], live.running_pods) == (["tune-preflight-0"], ())
+    orphan = objects.pod(attempt=1, status={"phase": "Running"})
+    orphan["metadata"]["ownerReferences"] = []
+    scene.add(PODS, orphan, seen=False)
+    live = scene.gather().observed.live
+    assert live is not None
+    assert [pod.name for pod in live.running_pods] == ["tune-train-1-0"]
+
+
 def test_pod_of_which_no_event_comes_is_listed_again_soon() -> None:
     scene = Scene()
     training_job(scene, attempt=1)
@@ -186,6 +204,44 @@ def test_job_in_another_namespace_or_of_another_kind_of_owner_is_not_ours() -> N
     live = scene.gather().observed.live
     assert live is not None
     assert live.batch_jobs == ()
+
+
+def test_job_and_pods_are_read_before_they_are_given_up_because_they_have_not_started() -> None:
+    """What the watches have told last can be of before the deadline."""
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=0), run={"startupDeadlineSeconds": 60}))
+    scene.add(BATCH_JOBS, objects.batch_job(spec={"parallelism": 3}))
+    for rank in range(2):
+        scene.add(PODS, objects.pod(index=rank))
+    due = datetime.fromisoformat(objects.CREATED) + timedelta(seconds=60)
+    assert [pod.phase for pod in scene.gather(due - timedelta(seconds=1)).observed.pods] == ["Pending", "Pending"]
+    assert (calls(scene, "list"), "tune-train-0" in calls(scene, "get")) == ([], False)
+    # Nobody hears that one pod runs, one has lost its label and one was made only now.
+    running = {
+        "phase": "Running",
+        "containerStatuses": [{"name": "trainer", "state": {"running": {"startedAt": objects.CREATED}}}],
+    }
+    scene.add(PODS, objects.pod(index=0, status=running), seen=False)
+    bare = unlabelled(objects.pod(index=1, status=running))
+    bare["metadata"]["annotations"] = {INDEX_LABEL: "1"}
+    scene.add(PODS, bare, seen=False)
+    scene.add(PODS, objects.pod(index=2, status=running), seen=False)
+    assert [pod.phase for pod in scene.gather(due).observed.pods] == ["Running", "Running", "Running"]
+    assert calls(scene, "list") == ["Pod"]
+    scene.gather(due)
+    assert (calls(scene, "list"), "tune-train-0" in calls(scene, "get")) == ([], False)
+
+
+def test_job_that_would_be_given_up_and_is_gone_is_followed_by_another_after_a_live_list() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=1), run={"startupDeadlineSeconds": 60}))
+    scene.add(BATCH_JOBS, objects.batch_job(attempt=1))
+    scene.add(PODS, objects.pod(attempt=1))
+    del scene.api.objects["Job", "team", "tune-train-1"]
+    seen = scene.gather(NOW + timedelta(seconds=60)).observed
+    assert seen.batch_jobs == ()
+    assert seen.live is not None
+    assert [pod.name for pod in seen.live.running_pods] == ["tune-train-1-0"]
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(59, []), (60, [("tune-run", "run-uid")])])

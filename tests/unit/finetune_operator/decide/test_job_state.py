@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from finetune_job.failures import EXIT_CODES, FailureClass
 from finetune_job.names import Role
-from finetune_operator.decide.job_state import JobState, State, job_state
+from finetune_operator.decide.job_state import JobState, State, job_state, late_to_start
 from tests.support.builders import T0, ObservedBuilder, a_job, after, envelope, observing
 
 
@@ -79,3 +80,24 @@ def test_a_job_that_has_not_failed_waits_in_its_queue() -> None:
     assert found.state is State.QUEUED
     assert found.pending is not None
     assert found.pending.is_capacity
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pod", "job", "run", "is_late"),
+    [
+        (300, {}, {}, {}, True),
+        (301, {}, {}, {}, False),
+        (300, {}, {"parallelism": 2}, {}, True),
+        (300, {"phase": "Running", "started": after(-1)}, {}, {}, False),
+        (300, {"phase": "Running", "started": after(-1)}, {"parallelism": 2}, {}, True),
+        (300, {"unschedulable": "0/3 nodes"}, {}, {}, False),
+        (300, {}, {"suspended": True}, {}, False),
+        (300, {}, {"deleting": True}, {}, False),
+        (300, {}, {}, {"suspend": True}, False),
+    ],
+)
+def test_a_job_is_late_if_pods_with_a_node_have_not_started_in_time(
+    seconds: int, pod: dict[str, Any], job: dict[str, Any], run: dict[str, Any], is_late: bool
+) -> None:
+    seen = observing(a_job().run(startupDeadlineSeconds=seconds, **run)).prepared().batch_job(**job).pod(0, **pod).build()
+    assert (late_to_start(seen, T0) is not None) == is_late
