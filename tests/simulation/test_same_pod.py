@@ -79,7 +79,7 @@ def test_pods_run_their_second_attempts_and_every_job_comes_to_rest(seed: int) -
     trained = [one for one in world.nodes.begun.values() if one]
     begun = Counter(map(len, trained))
     print(f"{world.invariants.num_continued} pods told, {dict(begun)} attempts per pod, {world.num_lives} lives of the operator")
-    assert begun[2] > 15
+    assert begun[2] > 5
     assert begun[1] > 20
     assert set(begun) == {1, 2}
     assert world.num_lives > 10
