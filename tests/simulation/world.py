@@ -375,7 +375,8 @@ class World:
 
     def _plan_is_lost(self, job: Document) -> bool:
         maps = owned_by(self.server.all(CONFIG_MAPS), job["metadata"]["uid"])
-        return not [item for item in maps if item["metadata"].get("labels", {}).get(LABEL_MANAGED_BY)]
+        plans = [item for item in maps if item["metadata"]["name"].endswith("-plan")]
+        return not [item for item in plans if item["metadata"].get("labels", {}).get(LABEL_MANAGED_BY)]
 
     def _has_conflict(self, job: Document) -> bool:
         strangers = []

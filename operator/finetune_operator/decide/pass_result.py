@@ -20,6 +20,7 @@ from finetune_operator.decide.actions import Actions, Create, Delete, DeletedKin
 from finetune_operator.decide.children_seen import BatchJobView, PodView
 from finetune_operator.decide.observed import JobView
 from finetune_operator.decide.operator_error import is_told, ready_without_error
+from finetune_operator.decide.stage import is_ended
 from finetune_operator.decide.times import timestamp
 
 EVENT_LIMIT = 1024
@@ -116,12 +117,14 @@ class PassResult:
         """What was decided."""
         status = self._status()
         news = self._news()
+        # What a stage wanted before it came to the end of the job.
+        creates = () if is_ended(status) else tuple(self._creates)
         return Actions(
             status=None if status == self.job.status else status,
             deletes=tuple(self._deletes.values()),
             ungates=tuple(self._ungates),
             relabels=tuple(self._relabels),
-            creates=tuple(self._creates),
+            creates=creates,
             events=(*self._events, *map(_event, news[:EVENTS_OF_FINDINGS])),
             news=news,
             requeue_after_seconds=self._requeue_after_seconds,

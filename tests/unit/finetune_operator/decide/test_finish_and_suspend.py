@@ -222,6 +222,16 @@ def test_the_startup_deadline_ends_the_job_and_says_what_the_pod_waited_for() ->
     assert deleted(late) == ["Job/tune-train-0"]
 
 
+def test_a_pass_that_ends_the_job_creates_nothing_that_a_stage_wanted_before() -> None:
+    """Somebody has deleted the Service, which is made again for a gang that waits, and its pods have not started in time."""
+    waiting = observing(a_job().run(startupDeadlineSeconds=400)).prepared().batch_job()
+    waiting = waiting.pod(0, scheduled=after(-200), waiting_reason="ImagePullBackOff")
+    assert created(reconcile(waiting.build(), T0)) == ["Service/tune-gang"]
+    late = reconcile(waiting.build(), after(200))
+    assert condition(late, ConditionType.SUCCEEDED) == ("False", Reason.STARTUP_DEADLINE_EXCEEDED)
+    assert (created(late), deleted(late)) == ([], ["Job/tune-train-0"])
+
+
 def test_the_startup_deadline_does_not_hold_for_a_gang_that_runs() -> None:
     actions = reconcile(observing(a_job().run(startupDeadlineSeconds=10)).training().build(), T0)
     assert actions.status is None or actions.status.completion_time == ""
