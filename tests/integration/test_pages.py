@@ -244,3 +244,7 @@ def test_install_upgrade_uninstall_and_another_release(platform: Platform) -> No
     assert annotations["meta.helm.sh/release-name"] == "tuning"
     releases = platform.cluster.helm("list", "--all-namespaces", "--short").split()
     assert sorted(releases) == ["finetune", "tuning"]
+    # A release that serves some namespaces says so of the job that it shows.
+    notes = platform.cluster.helm("get", "notes", "finetune", "--namespace", "team-a-system")
+    assert "metadata: {name: first, namespace: team-a}" in notes
+    assert "kubectl wait --namespace team-a finetunejob/first " in notes
