@@ -302,6 +302,15 @@ def test_tree_with_changes_is_not_released(tmp_path: Path) -> None:
         source_commit(tmp_path)
 
 
+def test_keys_that_the_pages_make_in_the_tree_are_no_changes() -> None:
+    """A release would be refused, and what it says then, that they be committed, is the worst that can be done with a key."""
+    for page in ("docs/release.md", "docs/results.md"):
+        made = re.findall(r"-out (\S+\.(?:key|pub))$", (REPOSITORY / page).read_text(), re.MULTILINE)
+        assert len(made) == 2, page
+        for name in made:
+            subprocess.run(["git", "check-ignore", "--quiet", "--no-index", name], cwd=REPOSITORY, check=True)
+
+
 def test_registry_that_refuses_or_does_not_answer_ends_the_release(released: Released, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_CONFIG", "/nonexistent")
     with repository(released.image.reference, plain_http=True) as place, pytest.raises(DestinationRefusedError, match="401"):
@@ -347,7 +356,10 @@ def test_documented_commands_make_a_release(released: Released, tmp_path: Path) 
     """In a clone, which has no changes; a key of its own, both images and the chart."""
     place = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", REPOSITORY, place], check=True, timeout=300)
-    (place / ".venv").symlink_to(Path(sys.executable).parents[1])
+    # A link in its place would be a change.
+    (place / ".venv").mkdir()
+    for path in Path(sys.executable).parents[1].iterdir():
+        (place / ".venv" / path.name).symlink_to(path)
     host = released.registry.host
     script = _lines("openssl genpkey", released, played=("make",))
     # The registry of the test has no certificate.
