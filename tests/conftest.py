@@ -18,7 +18,7 @@ Tests that are skipped or left for the night are noted for the summary of `tests
 import functools
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import pytest
 import structlog
@@ -26,7 +26,7 @@ import typer.testing
 from hypothesis import settings
 
 from tests import left_out
-from tests.support import collector
+from tests.support import collector, documented_by
 
 collector.collect_rarely()
 typer.testing._get_command = functools.cache(typer.testing._get_command)
@@ -76,3 +76,17 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Libraries that count what is left of their objects at the end complain of what is frozen."""
     gc.unfreeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that is said to execute commands of the pages fails if it has not executed all of them as they are written."""
+    report = yield
+    if report.when == "call" and report.passed and (missing := documented_by.not_executed(item.nodeid)):
+        report.outcome = "failed"
+        report.longrepr = "\n  ".join(
+            ["tests/support/documented_by.py says that this test executes these as they are:", *missing]
+        )
+    return report

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.documented import ROOT, blocks_of
+from tests.support.documented import ROOT, as_written, blocks_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(3600)]
 OF_THIS_CHECKOUT = ("PYTHONPATH", "VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "DEMO_DIRECTORY")
@@ -27,17 +27,11 @@ def clone(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(place)  # an environment of six gigabytes, which pytest would keep
 
 
-def documented_demo() -> str:
-    """The command that README begins with."""
-    (block,) = [block for block in blocks_of(ROOT / "README.md") if block.text.startswith("make demo")]
-    return block.text.splitlines()[0].partition("#")[0].strip()
-
-
 def test_the_first_command_of_the_readme_makes_a_verified_model(clone: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in OF_THIS_CHECKOUT}
     options = {"cwd": clone, "env": environment, "stdin": subprocess.DEVNULL, "text": True}
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(documented_demo().split(), check=False, timeout=3000, **output, **options)
+    done = subprocess.run(as_written("make demo").split(), check=False, timeout=3000, **output, **options)
     said = done.stdout
     assert done.returncode == 0, said
     for role in ("preflight", "train", "merge"):
@@ -60,6 +54,7 @@ def test_the_first_command_of_the_readme_makes_a_verified_model(clone: Path) -> 
     # All of it lies where `make clean` removes it, and git shows none of it.
     assert subprocess.run(["git", "status", "--porcelain"], check=True, capture_output=True, **options).stdout == ""
     # The environment is the clone's own, for the next command of the page.
-    told = [".venv/bin/python", "-c", "import finetune_cli; print(finetune_cli.__file__)"]
-    where = subprocess.run(told, check=True, capture_output=True, **options).stdout
-    assert Path(where.strip()).is_relative_to(clone)
+    (installed,) = [block for block in blocks_of(ROOT / "docs/getting-started.md") if block.text.startswith("make environment")]
+    told = f"{as_written(installed)}python -c 'import finetune_cli; print(finetune_cli.__file__)'"
+    where = subprocess.run(["bash", "-euo", "pipefail", "-c", told], check=True, capture_output=True, **options).stdout
+    assert Path(where.splitlines()[-1]).is_relative_to(clone)

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,8 +90,7 @@ def test_readme_leads_from_nothing_to_a_verified_model(
     with ExitStack() as stack:
         stack.callback(cluster.node.images.forget, registry.host)
         for block in blocks_of(README, section="On a cluster")[:2]:
-            written = replace(block, text=block.text.replace("registry.example", registry.host))
-            printed = reader.run(README, written)
+            printed = reader.run(README, block, {"registry.example": registry.host} if "registry.example" in block.text else {})
             print(f"{time.monotonic() - began:.0f} s after the beginning:\n{printed}")
         table = printed.splitlines()
         row = dict(zip(*(line.split() for line in table if line.startswith(("NAME ", "quickstart-cluster "))), strict=True))

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune_trainer.release.files import ReleaseLayout
 from tests.support.cluster.images import write_program_image
 from tests.support.cluster.requirements import install_packages
-from tests.support.documented import ROOT, Block, Reader, blocks_of, path_with
+from tests.support.documented import ROOT, Reader, blocks_of, path_with
 from tests.support.stack import STORAGE_CLASS, Stack
 from tests.support.tiny_model import write_tiny_llama
 from tests.support.vllm_layout import check_adapter, check_model
@@ -74,7 +74,7 @@ def follow(kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     programs["make"] = f'#!/bin/sh\nexec /usr/bin/make -n -C {ROOT} "$@"\n'
     path = f"{Path(sys.executable).parent}:{path_with(root / 'bin', programs)}"
     (root / "checkout").mkdir()
-    reader = Reader(root / "checkout", os.environ | {"PATH": path, "HOME": str(root / "home")})
+    reader = Reader(root / "checkout", os.environ | {"PATH": path, "HOME": str(root / "home")}, played=tuple(programs))
     return lambda section: (
         {block.text.partition("\n")[0]: reader.run(PAGE, block) for block in blocks_of(PAGE, section=section)}
         | {"directory": str(root / "checkout")}
@@ -172,7 +172,7 @@ def test_the_same_manifest_succeeds_on_a_cluster_and_its_results_are_downloaded(
     assert "Succeeded" in reader.run(PAGE, ended)
     reader.run(PAGE, served)
     (download,) = re.findall(r"`(finetune download\s[^`]+)`", PAGE.read_text())
-    reader.run(PAGE, Block("sh", " ".join(download.split()), 0))
+    reader.run(PAGE, " ".join(download.split()))
     results = reader.checkout / "results"
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=results, check=True)
     assert json.loads((results / "verification.json").read_text())["passed"] is True

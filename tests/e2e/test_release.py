@@ -5,9 +5,9 @@ import hashlib
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from finetune_trainer.release.checksums import read_release
 from finetune_trainer.release.sign import signed
 from tests.support.cluster.binaries import ensure_binaries, ensure_cosign
 from tests.support.cluster.requirements import ensure_packages, install_packages
+from tests.support.documented import MAKE, as_written, blocks_of, path_with, spans_of
 from tests.support.finished_run import finished_run
 from tests.support.images import ImageError, build
 from tests.support.images.sources import REPOSITORY
@@ -99,16 +100,15 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Released]:
         shutil.rmtree(registry.storage)
 
 
-def _lines(beginning: str, released: Released) -> str:
-    """The block of docs/release.md that begins so, for the registry of this test."""
-    for block in re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        if block.startswith(beginning):
-            return (
-                str(block)
-                .replace("https://registry.example", f"http://{released.registry.host}")
-                .replace("registry.example", released.registry.host)
-            )
-    raise AssertionError(f"docs/release.md has no block that begins with {beginning!r}")
+def _lines(beginning: str, released: Released, *, played: tuple[str, ...] = (), **more: str) -> str:
+    """The block of docs/release.md that begins so, for the registry of this test, and with more words replaced."""
+    (block,) = [block for block in blocks_of(PAGE) if block.text.startswith(beginning)]
+    given = dict(more)
+    if "https://registry.example" in block.text:
+        given["https://registry.example"] = f"http://{released.registry.host}"
+    elif "registry.example" in block.text:
+        given["registry.example"] = released.registry.host
+    return as_written(block, given, played)
 
 
 def _printed(released: Released) -> str:
@@ -255,9 +255,12 @@ def test_make_release_says_what_it_needs() -> None:
 
 def test_mirror_takes_signatures_along(released: Released) -> None:
     mirror = f"{released.registry.host}/finetune"
-    script = _lines("for tag in 0.2.0", released).replace("0.2.0", VERSION).replace("mirror.example/finetune", mirror)
-    copy = "skopeo copy --src-tls-verify=false --dest-tls-verify=false"
-    done = released.run(f"set -e\n{script.replace('skopeo copy', copy)}", DIGEST=released.image.digest)
+    script = _lines("for tag in 0.2.0", released, **{"0.2.0": VERSION, "mirror.example/finetune": mirror})
+    # The registry of the test has no certificate.
+    without_tls = released.folder / ".config/containers/registries.conf"
+    without_tls.parent.mkdir(parents=True)
+    without_tls.write_text(f'[[registry]]\nlocation = "{released.registry.host}"\ninsecure = true\n')
+    done = released.run(f"set -e\n{script}", DIGEST=released.image.digest, HOME=str(released.folder))
     assert done.returncode == 0, done.stderr
     verify = _lines("set -euo pipefail", released).replace("/v2/team/", "/v2/finetune/")
     done = released.run(verify, DIGEST=released.image.digest)
@@ -297,6 +300,15 @@ def test_tree_with_changes_is_not_released(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("2")
     with pytest.raises(ImageError, match="has changes that are not committed"):
         source_commit(tmp_path)
+
+
+def test_keys_that_the_pages_make_in_the_tree_are_no_changes() -> None:
+    """A release would be refused, and what it says then, that they be committed, is the worst that can be done with a key."""
+    for page in ("docs/release.md", "docs/results.md"):
+        made = re.findall(r"-out (\S+\.(?:key|pub))$", (REPOSITORY / page).read_text(), re.MULTILINE)
+        assert len(made) == 2, page
+        for name in made:
+            subprocess.run(["git", "check-ignore", "--quiet", "--no-index", name], cwd=REPOSITORY, check=True)
 
 
 def test_registry_that_refuses_or_does_not_answer_ends_the_release(released: Released, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,8 +352,34 @@ def test_the_trainer_is_released_and_verified_by_the_same_commands(released: Rel
 
 
 @pytest.mark.nightly
+def test_documented_commands_make_a_release(released: Released, tmp_path: Path) -> None:
+    """In a clone, which has no changes; a key of its own, both images and the chart."""
+    place = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", REPOSITORY, place], check=True, timeout=300)
+    # A link in its place would be a change.
+    (place / ".venv").mkdir()
+    for path in Path(sys.executable).parents[1].iterdir():
+        (place / ".venv" / path.name).symlink_to(path)
+    host = released.registry.host
+    script = _lines("openssl genpkey", released, played=("make",))
+    # The registry of the test has no certificate.
+    path = path_with(tmp_path / "programs", {"make": MAKE})
+    environment = os.environ | _logins(released.folder) | {"OPTIONS": "--plain-http", "PATH": path}
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=1000, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (place / "finetune.pub").read_text() in done.stdout
+    assert f"helm install finetune oci://{host}/team/charts/finetune-operator --version 0.2.0 " in done.stdout
+    digests = {name: released.registry.digest(f"team/finetune-{name}", "0.2.0") for name in ("operator", "trainer")}
+    assert all(digest in done.stdout for digest in digests.values())
+    verify = _lines("set -euo pipefail", released).replace("finetune.pub", str(place / "finetune.pub"))
+    checked = released.run(verify, DIGEST=digests["operator"])
+    assert (checked.returncode, checked.stdout) == (0, "Verified OK\ntrue\n"), checked.stderr
+
+
+@pytest.mark.nightly
 def test_cosign_verifies_what_was_released_and_nothing_else(released: Released, tmp_path: Path) -> None:
-    cosign = shlex.quote(str(ensure_cosign()))
+    path = _path_with_cosign(tmp_path)
     lines = [line for line in _printed(released).splitlines() if line.startswith("cosign ")]
     image, *documented = _lines("image=registry.example", released).splitlines()
     lines += [f"{image}\n{line}" for line in documented]
@@ -349,11 +387,9 @@ def test_cosign_verifies_what_was_released_and_nothing_else(released: Released, 
     _new_key(tmp_path / "other.key")
     (released.folder / "other.pub").write_text(read_key(tmp_path / "other.key").public_key)
     for line in lines:
-        script = line.replace("cosign verify", f"{cosign} verify")
-        good = released.run(script, DIGEST=released.image.digest)
+        good = released.run(line, DIGEST=released.image.digest, PATH=path)
         assert good.returncode == 0, f"{line}\n{good.stderr}"
-        other = script.replace("finetune.pub", "other.pub")
-        refused = released.run(other, DIGEST=released.image.digest)
+        refused = released.run(line.replace("finetune.pub", "other.pub"), DIGEST=released.image.digest, PATH=path)
         assert refused.returncode != 0, line
         assert re.search("invalid signature|no matching attestations", refused.stderr), refused.stderr
 
@@ -366,11 +402,18 @@ def test_cosign_verifies_signed_results(tmp_path: Path) -> None:
     signed(release, (tmp_path / "signing.key").read_text(), tmp_path)
     with release.manifest.open() as file:
         (tmp_path / "SHA256SUMS").write_bytes(file.read())
-    (line,) = re.findall(r"`cosign (verify-blob[^`]*)`", (REPOSITORY / "docs/results.md").read_text())
-    command = [str(ensure_cosign()), *line.split()]
-    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 0
+    (line,) = [line for line in spans_of(REPOSITORY / "docs/results.md") if line.startswith("cosign verify-blob ")]
+    environment = os.environ | {"PATH": _path_with_cosign(tmp_path)}
+    command = ["bash", "-c", as_written(line)]
+    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False).returncode == 0
     with (tmp_path / "SHA256SUMS").open("a") as file:
         file.write("\n")
-    refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    refused = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert refused.returncode != 0
     assert "invalid signature" in refused.stderr
+
+
+def _path_with_cosign(folder: Path) -> str:
+    (folder / "programs").mkdir()
+    (folder / "programs/cosign").symlink_to(ensure_cosign())
+    return f"{folder / 'programs'}:{os.environ['PATH']}"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.cluster.requirements import ensure_packages
-from tests.support.documented import blocks_of
+from tests.support.documented import as_written, blocks_of
 from tests.support.images import build
 from tests.support.images.sources import REPOSITORY
 from tests.support.registry import running_registry
@@ -32,7 +32,7 @@ LEFT_OUT = {(each.package, each.name) for each in NOT_AFFECTED}
 
 def documented_line() -> str:
     (line,) = [block.text.strip() for block in blocks_of(PAGE) if block.text.startswith("grype ")]
-    return line
+    return as_written(line)
 
 
 def scan_of_bill(line: str, image: str, folder: Path) -> dict[str, Any]:

@@ -4,13 +4,16 @@ A control plane of its own, because the pages install and uninstall. It has no n
 to ask for no replica, and a test that needs the operator starts it with the rights of the release.
 """
 
+import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from finetune_job.names import Role
 from tests.integration.kube import Kube, RefusedError
@@ -20,8 +23,9 @@ from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.errors import wait_until
 from tests.support.cluster.existing import EXISTING_VARIABLE, existing_kubeconfig
 from tests.support.cluster.requirements import install_packages
-from tests.support.documented import ROOT, Reader, blocks_of
+from tests.support.documented import ROOT, Reader, as_written, blocks_of
 from tests.support.installed_chart import InstalledChart
+from tests.support.monitoring_definitions import definitions
 
 pytestmark = pytest.mark.integration
 PAGES = ROOT / "docs" / "platform"
@@ -30,6 +34,8 @@ SYSTEM, NAME = "finetune-system", "finetune-finetune-operator"
 """As the pages call the namespace, and the chart the objects of the release `finetune` in it."""
 ELSEWHERE = ("helm test ", "helm rollback finetune 1")
 """Commands that need a running pod or an older release: test_chart.py and test_upgrade.py run them."""
+WITH_YAML = ("getting-started", "network", "placement")
+CHART_VALUES = yaml.safe_load((ROOT / "charts/finetune-operator/values.yaml").read_text()).keys()
 WITHOUT_NODES = """#!/bin/sh
 case "$1" in install|upgrade) exec {helm} "$@" --set replicas=0;; esac
 exec {helm} "$@"
@@ -49,7 +55,8 @@ class Platform:
         checkout.mkdir()
         for name in ("charts", "examples"):
             (checkout / name).symlink_to(ROOT / name)
-        self._reader = Reader(checkout, {**cluster.environment, "PATH": f"{directory}:{os.environ['PATH']}"})
+        environment = {**cluster.environment, "PATH": f"{directory}:{os.environ['PATH']}"}
+        self._reader = Reader(checkout, environment, played=("helm",))
 
     def _program(self, name: str, text: str) -> None:
         (self.directory / name).write_text(text)
@@ -199,6 +206,46 @@ def test_storage_that_one_node_mounts(platform: Platform) -> None:
         team.apply("two-nodes", **two_nodes)
 
 
+def test_values_and_objects_of_the_pages_are_taken_by_a_cluster(platform: Platform, tmp_path: Path) -> None:
+    """Values by helm and, as profiles, by the API server; objects by the API server, in a namespace of their own."""
+    if platform.kube.get("Namespace", "", "team-a") is None:
+        platform.kube.create("Namespace", "", {"metadata": {"name": "team-a"}})
+    # Of the Prometheus operator, which serves a ServiceMonitor.
+    platform.cluster.kubectl("apply", "-f", "-", input="\n".join(map(json.dumps, definitions())))
+    upgrade = ("upgrade", "finetune", str(ROOT / "charts/finetune-operator"), "--namespace", SYSTEM, "--set", "replicas=0")
+    values, objects = 0, 0
+    for page in sorted({*PAGES.glob("*.md"), *(ROOT / f"docs/{name}.md" for name in WITH_YAML), ROOT / "README.md"}):
+        for block in blocks_of(page, "yaml"):
+            # A digest that is left out in the page has to be one.
+            text = as_written(block, {"sha256:...": f"sha256:{'0' * 64}"} if "sha256:..." in block.text else {})
+            if "kind:" in text:
+                platform.cluster.kubectl("apply", "-f", "-", input=text)
+                objects += text.count("\nkind:")
+                continue
+            part = yaml.safe_load(text)
+            # A part of a profile's own.
+            given = part if part.keys() & CHART_VALUES else {"profiles": {"default": part}}
+            file = tmp_path / "values.yaml"
+            file.write_text(yaml.safe_dump(given))
+            platform.cluster.helm(*upgrade, "--values", str(file))
+            platform._play_deployment()
+            for name, spec in given.get("profiles", {}).items():
+                profile = platform.kube.get("FineTuneProfile", "", name)
+                assert profile is not None, name
+                assert _is_within(spec, profile["spec"]), (spec, profile["spec"])
+            values += 1
+    assert (values, objects) == (6, 4)
+    platform.cluster.kubectl("delete", "finetuneprofile", "h100", "small", "--ignore-not-found")
+    platform.cluster.helm(*upgrade)
+    platform._play_deployment()
+
+
+def _is_within(part: Any, whole: Any) -> bool:
+    if isinstance(part, dict):
+        return isinstance(whole, dict) and all(name in whole and _is_within(one, whole[name]) for name, one in part.items())
+    return bool(part == whole)
+
+
 def test_backup_and_restore(platform: Platform) -> None:
     """A finished job stays finished, one that had started is not trained a second time, one that had not begins."""
     platform.cluster.kubectl("delete", "finetunejobs", "--all", "--all-namespaces")
@@ -244,3 +291,7 @@ def test_install_upgrade_uninstall_and_another_release(platform: Platform) -> No
     assert annotations["meta.helm.sh/release-name"] == "tuning"
     releases = platform.cluster.helm("list", "--all-namespaces", "--short").split()
     assert sorted(releases) == ["finetune", "tuning"]
+    # A release that serves some namespaces says so of the job that it shows.
+    notes = platform.cluster.helm("get", "notes", "finetune", "--namespace", "team-a-system")
+    assert "metadata: {name: first, namespace: team-a}" in notes
+    assert "kubectl wait --namespace team-a finetunejob/first " in notes

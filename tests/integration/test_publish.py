@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from finetune_trainer.publish.s3 import PART_BYTES
 from finetune_trainer.roles.publish import publish
 from tests.support.cluster.binaries import ensure_binaries
 from tests.support.cluster.processes import without_proxies
+from tests.support.documented import ROOT, as_written, blocks_of
 from tests.support.faulty_proxy import FaultyProxy, Moment, running_proxy
 from tests.support.finished_run import finished_run, publish_arguments, published_files
 from tests.support.registry import PASSWORD, NotThereError, Registry, running_registry
@@ -158,9 +158,8 @@ def test_signed_results_are_verified_by_the_documented_commands(place: Place, tm
     for name, content in seen.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    page = (Path(__file__).parents[2] / "docs/results.md").read_text()
-    (lines,) = re.findall(r"```sh\n(base64 -d SHA256SUMS.*?)```", page, re.DOTALL)
-    script = ["sh", "-ec", lines.replace("signing.pub", str(public))]
+    (lines,) = [block for block in blocks_of(ROOT / "docs/results.md") if block.text.startswith("base64 -d SHA256SUMS")]
+    script = ["sh", "-ec", as_written(lines, {"signing.pub": str(public)})]
     good = subprocess.run(script, cwd=folder, capture_output=True, text=True, check=False)
     assert (good.returncode, good.stdout) == (0, "Verified OK\n")
     (folder / "provenance.json").write_bytes(b"{}")

@@ -9,7 +9,6 @@ import asyncio
 import copy
 import itertools
 import random
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from tests.simulation.controllers import is_over, is_true, phase_of
 from tests.simulation.invariants import ATTEMPT_FIELDS
 from tests.simulation.virtual_time import VirtualLoop, run
 from tests.simulation.world import LAB, TEAM, World, a_manifest, role_of
+from tests.support.documented import as_written, blocks_of
 from tests.support.prometheus import Prometheus, running_prometheus
 
 KILLS = 100
@@ -146,15 +146,13 @@ class Counted:
     end: float
 
     def by(self, name: str, *labels: str) -> Counter[tuple[str, ...]]:
-        (documented,) = re.findall(r"```promql\n(.*?)```", METRICS_PAGE.read_text(), re.DOTALL)
-        for written, wanted in (
-            ("(team, outcome)", f"({','.join(labels)})"),
-            ("finetune_gpu_seconds_total", name),
-            ("30d", f"{self.end - self.begin:.0f}s"),
-        ):
-            assert written in documented
-            documented = documented.replace(written, wanted)
-        return self._asked(documented, labels)
+        (documented,) = blocks_of(METRICS_PAGE, "promql")
+        wanted = {
+            "(team, outcome)": f"({','.join(labels)})",
+            "finetune_gpu_seconds_total": name,
+            "30d": f"{self.end - self.begin:.0f}s",
+        }
+        return self._asked(as_written(documented, wanted), labels)
 
     def ordinary(self, name: str, *labels: str) -> Counter[tuple[str, ...]]:
         """What `increase` makes of it. Right at the time of a scrape if every series began at zero, in this range."""
