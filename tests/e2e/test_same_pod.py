@@ -3,7 +3,9 @@ of a gang that nobody disturbed.
 """
 
 import os
+import shlex
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,8 @@ from finetune_trainer.ranks.reports import rank_process_name
 from tests.e2e.failures.case import FailedAttempt
 from tests.e2e.failures.scene import SPEC, Scene
 from tests.support.cluster.cgroups import processes_of_pod
-from tests.support.stack import Stack
+from tests.support.documented import as_written
+from tests.support.stack import NAMESPACE, Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 ONE_POD: dict[str, Any] = {"parallelism": {"nodes": 1, "processesPerNode": 2, "fsdp": {"version": 2}}}
@@ -71,11 +74,15 @@ def attempts_of_training(scene: Scene) -> list[tuple[int, str, bool]]:
 
 def test_a_killed_rank_is_followed_by_an_attempt_in_the_same_pod(stack: Stack) -> None:
     with playing(stack, "same-pod") as scene:
-        in_the_same_pod(scene, steps=30)
+        pod = in_the_same_pod(scene, steps=30)
         seen = scene.finish()
         assert (seen.final, seen.failures, seen.resumes) == ("Succeeded", (FAILED,), True)
         assert attempts_of_training(scene) == [(0, "Failed", True), (1, "Succeeded", False)]
         assert {one["metadata"]["name"] for one in stack.batch_jobs(scene.name, Role.TRAIN)} == {f"{scene.name}-train-0"}
+        place = f"{pod['metadata']['name']} --namespace {NAMESPACE}"
+        command = as_written("kubectl logs POD --previous", {"POD": place})
+        first = subprocess.run(shlex.split(command), env=stack.cluster.environment, capture_output=True, text=True, check=True)
+        assert "Signal 9 (SIGKILL)" in first.stdout + first.stderr
 
 
 @pytest.mark.nightly

@@ -232,6 +232,9 @@ LINES: Mapping[str, By | PartOf | No] = {
     "kubectl get ftj -o wide": By(_CLUSTER),
     "kubectl get ftj -w": By(_CLUSTER),
     "kubectl krew uninstall finetune": By("tests/e2e/test_krew.py::test_krew_installs_a_bundle_and_removes_all_of_it"),
+    "kubectl logs POD --previous": By(
+        "tests/e2e/test_same_pod.py::test_a_killed_rank_is_followed_by_an_attempt_in_the_same_pod", "POD"
+    ),
     "ls runs/claims/results/support-bot/adapter runs/claims/results/support-bot/merged": By(_START),
     "make bench-gpu": NIGHTLY,
     "make bench-operator JOBS=1000": NIGHTLY,
