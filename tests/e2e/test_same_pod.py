@@ -75,14 +75,14 @@ def attempts_of_training(scene: Scene) -> list[tuple[int, str, bool]]:
 def test_a_killed_rank_is_followed_by_an_attempt_in_the_same_pod(stack: Stack) -> None:
     with playing(stack, "same-pod") as scene:
         pod = in_the_same_pod(scene, steps=30)
-        seen = scene.finish()
-        assert (seen.final, seen.failures, seen.resumes) == ("Succeeded", (FAILED,), True)
-        assert attempts_of_training(scene) == [(0, "Failed", True), (1, "Succeeded", False)]
-        assert {one["metadata"]["name"] for one in stack.batch_jobs(scene.name, Role.TRAIN)} == {f"{scene.name}-train-0"}
         place = f"{pod['metadata']['name']} --namespace {NAMESPACE}"
         command = as_written("kubectl logs POD --previous", {"POD": place})
         first = subprocess.run(shlex.split(command), env=stack.cluster.environment, capture_output=True, text=True, check=True)
         assert "Signal 9 (SIGKILL)" in first.stdout + first.stderr
+        seen = scene.finish()
+        assert (seen.final, seen.failures, seen.resumes) == ("Succeeded", (FAILED,), True)
+        assert attempts_of_training(scene) == [(0, "Failed", True), (1, "Succeeded", False)]
+        assert {one["metadata"]["name"] for one in stack.batch_jobs(scene.name, Role.TRAIN)} == {f"{scene.name}-train-0"}
 
 
 @pytest.mark.nightly
