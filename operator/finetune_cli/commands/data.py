@@ -90,6 +90,7 @@ class FirstRecords:
             inputs = [use for use in claims_of(plan) if use.is_input]
             places = claim_directories(inputs, self.claims, self.claim_paths)
             absent = [use for use in inputs if not places[use.name].is_dir()]
+            _require_directories(claims_of(plan), claim_directories(claims_of(plan), self.claims, self.claim_paths))
             is_any_here = is_any_here or len(absent) < len(inputs)
             told += [
                 (name, use, f"{use.field}: claim {use.name} is the directory {places[use.name]}, which does not exist")
@@ -110,13 +111,23 @@ class FirstRecords:
     def _look(self, plan: RunPlan, directories: Mapping[str, Path]) -> Look:
         if all(claim not in directories for _, claim in (*_data_claims(plan), ("", plan.model.location.claim))):
             return Look()
-        return look(plan, directories, limit=FIRST_JUDGED, must_exist=self.is_given, checks_model=self.is_given)
+        checks = {"checks_model": self.is_given, "checks_results": self.is_given}
+        return look(plan, directories, limit=FIRST_JUDGED, must_exist=self.is_given, **checks)
 
 
 def local_claims(plan: RunPlan, claims: Path, claim_paths: Mapping[str, Path]) -> dict[str, Path]:
     """Directories of the plan's claims that are on this machine."""
     found = claim_directories(claims_of(plan), claims, claim_paths)
     return {name: place for name, place in found.items() if place.is_dir()}
+
+
+def _require_directories(uses: Sequence[ClaimUse], places: Mapping[str, Path]) -> None:
+    """Raises LocalError if a file is in the place of a claim."""
+    for use in uses:
+        if places[use.name].exists() and not places[use.name].is_dir():
+            raise LocalError(
+                f"{use.field}: claim {use.name} is {places[use.name]}, which is a file; give a directory, or move it away"
+            )
 
 
 def _check_given(uses: Sequence[ClaimUse], claim_paths: Mapping[str, Path]) -> None:

@@ -61,10 +61,12 @@ def look(
     limit: int = FIRST_RECORDS,
     must_exist: bool = True,
     checks_model: bool = False,
+    checks_results: bool = False,
     checks_places: bool = False,
 ) -> Look:
     """Of what is on this machine. directories: of the claims that are here. must_exist: what a claim of these lacks is a finding.
-    checks_model: whether the files of the base model are whole. checks_places: whether results can be written. Raises LocalError.
+    checks_model: whether the files of the base model are whole. checks_results: whether there are results of another job where
+    this one's are to be. checks_places: that, and whether workspace and results can be written. Raises LocalError.
     """
     held_out = [] if plan.data.validation is None else [plan.data.validation]
     datasets = [*(("train", each) for each in plan.data.train), *(("validation", each) for each in held_out)]
@@ -84,7 +86,7 @@ def look(
             "limit": limit,
             "shown": shown,
             "only_existing": fetched or not must_exist,
-            "places": _places(plan, Path(root)) if checks_places else None,
+            "places": _places(plan, Path(root), directories, writes=checks_places) if checks_places or checks_results else None,
         }
         seen = _answer(order)
         return replace(seen, findings=tuple(with_places(finding, Path(root), directories) for finding in seen.findings))
@@ -107,14 +109,16 @@ def _model_files(plan: RunPlan, root: Path, model: Path) -> dict[str, Any]:
     }
 
 
-def _places(plan: RunPlan, root: Path) -> dict[str, Any]:
+def _places(plan: RunPlan, root: Path, directories: Mapping[str, Path], *, writes: bool) -> dict[str, Any]:
     """What is written to, and results that must not exist yet: once this job has trained, they are its own."""
     workspace = WorkspaceLayout(root / plan.workspace.claim / plan.workspace.path)
     output = OutputLayout(root / plan.output.claim / plan.output.path)
-    written = {"spec.workspace": plan.workspace, "spec.output.destination": plan.output}
+    written = {"spec.workspace": plan.workspace, "spec.output.destination": plan.output} if writes else {}
+    is_here = writes or plan.output.claim in directories
     return {
         "written": {name: location.model_dump() for name, location in written.items()},
-        "results": [] if workspace.adapter.exists() else [str(output.adapter), str(output.merged)],
+        "output": plan.output.model_dump(),
+        "results": [str(output.adapter), str(output.merged)] if is_here and not workspace.adapter.exists() else [],
     }
 
 

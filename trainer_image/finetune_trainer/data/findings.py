@@ -13,6 +13,7 @@ from finetune_trainer.data.read import NoRecordFilesError, RecordProblem
 from finetune_trainer.data.records import WEIGHT_UNIT
 from finetune_trainer.data.suggestions import ROLES_PATH
 from finetune_trainer.files import SpecialFileError
+from finetune_trainer.likely_name import likely_address
 
 TRAIN, VALIDATION = "train", "validation"
 MAX_KINDS = 10
@@ -51,7 +52,11 @@ def unreadable(source: SplitSource, error: OSError) -> Finding:
         missing = f"the file does not exist on claim {source.location.claim}"
         siblings = sorted(path.name for path in source.path.parent.glob("*")) if source.path.parent.is_dir() else []
         others = f"; its directory holds {', '.join(siblings[:8])}" if siblings else ""
-        return _of_source(source, "data-file-missing", missing + others, "put the file there or correct the path")
+        likely = likely_address(source.address, siblings)
+        fix = (
+            "put the file there or correct the path" if likely is None else f"set {source.field}: {likely}, or put the file there"
+        )
+        return _of_source(source, "data-file-missing", missing + others, fix)
     if isinstance(error, SpecialFileError):
         return _of_source(
             source, "data-file-unreadable", f"{source.name(error.filename)} {error.strerror}", "name a file of records"

@@ -17,6 +17,7 @@ from finetune_job.finding import Finding
 from finetune_trainer.fetch.staging import read_manifest
 from finetune_trainer.files import file_sha256, link_root
 from finetune_trainer.inspection.special_files import FIELD, MAX_BYTES, UNUSABLE_FILE, check_entries
+from finetune_trainer.likely_name import likely_address
 from finetune_trainer.weights.errors import MergeError
 from finetune_trainer.weights.headers import (
     CONFIG_FILE,
@@ -50,6 +51,7 @@ def inspect_model_files(directory: Path, address: str, claim: Path | None = None
     if not directory.is_dir():
         others = sorted(path.name for path in directory.parent.iterdir() if path.is_dir()) if directory.parent.is_dir() else []
         shown = f"; next to it are {', '.join(others[:8])}" if others else ""
+        likely = likely_address(address, others)
         message = f"is not a directory on its claim{shown}"
         return ModelFiles(
             (
@@ -58,7 +60,9 @@ def inspect_model_files(directory: Path, address: str, claim: Path | None = None
                     field=FIELD,
                     value=address,
                     message=message,
-                    fix="put the model there or correct the path",
+                    fix="put the model there or correct the path"
+                    if likely is None
+                    else f"set {FIELD}: {likely}, or put the model there",
                 ),
             ),
             "",

@@ -141,7 +141,7 @@ def _is_absent(source: SourceFiles) -> bool:
 
 
 def _check_places(places: Mapping[str, Any] | None, root: Path) -> Iterator[Finding]:
-    """Of the output and the workspace, if the job is to run here."""
+    """Of the output, and of the workspace if the job is to run here."""
     if places is None:
         return
     for name, location in places["written"].items():
@@ -149,8 +149,7 @@ def _check_places(places: Mapping[str, Any] | None, root: Path) -> Iterator[Find
         if problem is not None:
             yield problem
     if places["results"]:
-        output = ClaimPath(**places["written"]["spec.output.destination"])
-        problem = not_vacant("spec.output.destination", output, [Path(path) for path in places["results"]])
+        problem = not_vacant("spec.output.destination", ClaimPath(**places["output"]), [Path(path) for path in places["results"]])
         if problem is not None:
             yield problem
 

@@ -15,8 +15,12 @@ from finetune_cli.app import app
 from finetune_cli.checks.validate import validate
 from finetune_cli.commands.data import FirstRecords, look_at
 from finetune_cli.exit_codes import LocalError
+from finetune_cli.local.claims import LOCAL_UID
 from finetune_cli.local.look import Look
 from finetune_cli.render.data import look_text
+from finetune_job.layout import WorkspaceLayout
+from finetune_job.plan.resolve import resolve
+from finetune_job.plan.run_plan import JobIdentity
 from finetune_trainer.roles.look import look as look_of_trainer
 from tests.support.processor import ALLOWED_SECONDS, FIRST_ANSWER_SECONDS, run_timed, slowness
 from tests.unit.finetune_memory.configs import CONFIGS
@@ -185,8 +189,14 @@ VALIDATE, RUN = ("validate", "-f", "JOB", "--claims", "CLAIMS"), ("run", "JOB", 
 @pytest.mark.parametrize(
     ("command", "data", "rule", "fix"),
     [
-        (VALIDATE, {"source": "pvc://data/trian.jsonl"}, "data-file-missing", "correct the path"),
-        (RUN, {"source": "pvc://data/trian.jsonl"}, "data-file-missing", "correct the path"),
+        (
+            VALIDATE,
+            {"source": "pvc://data/trian.jsonl"},
+            "data-file-missing",
+            "set spec.data.source: pvc://data/train.jsonl, or",
+        ),
+        (RUN, {"source": "pvc://data/trian.jsonl"}, "data-file-missing", "set spec.data.source: pvc://data/train.jsonl, or"),
+        (VALIDATE, {"source": "pvc://data/other.jsonl"}, "data-file-missing", "put the file there or correct the path"),
         (RUN, {"format": "Text", "chatTemplate": None}, "data-record-invalid", "set spec.data.format: Chat"),
         (VALIDATE, {"chatTemplate": None}, "chat-template-unusable", "set spec.data.chatTemplate: ChatML"),
         (RUN, {"source": "pvc://data/a.txt"}, "txt-without-text", "set data.format: Text"),
@@ -209,6 +219,7 @@ def test_a_mistake_is_told_within_a_second_and_without_torch(claims, data, rule,
     ("wrong", "rule", "said"),
     [
         ("directory", "model-directory-missing", "is not a directory on its claim; next to it are base-2"),
+        ("directory", "model-directory-missing", "fix: set spec.model.source: pvc://models/base-2, or put the model there"),
         ("config.json", "model-config-unreadable", "CLAIMS/models/base/config.json"),
         ("model.safetensors", "model-weights-missing", "holds neither model.safetensors nor model.safetensors.index.json"),
     ],
@@ -336,6 +347,33 @@ def test_a_run_is_refused_where_results_exist_or_cannot_be_written(claims):
     done, seconds = timed(claims, *RUN, enough=allowed)
     assert "error: directory-not-writable" in done.stdout
     assert seconds < allowed
+
+
+def local_workspace(job):
+    """Of a job that runs on this machine."""
+    return resolve(JobIdentity(namespace=job.metadata.namespace, name=job.metadata.name, uid=LOCAL_UID), job.spec, None).workspace
+
+
+def test_validate_tells_of_results_of_another_job_and_writes_nothing(claims):
+    (claims / "out/tuned/merged").mkdir(parents=True)
+    before = sorted(claims.rglob("*"))
+    result = CliRunner().invoke(app, ["validate", "-", "--claims", str(claims)], input=manifest())
+    assert result.exit_code == 1, result.output
+    assert "error: output-exists" in result.stdout
+    assert "the directory holds merged already" in " ".join(result.stdout.split())
+    assert sorted(claims.rglob("*")) == before
+    # Once it has trained here they are its own.
+    workspace = local_workspace(validate(manifest()).verdicts[0].job)
+    WorkspaceLayout(claims / workspace.claim / workspace.path).adapter.mkdir(parents=True)
+    assert CliRunner().invoke(app, ["validate", "-", "--claims", str(claims)], input=manifest()).exit_code == 0
+
+
+def test_a_file_in_the_place_of_a_claim_is_told(claims):
+    (claims / "out").write_text("a file")
+    result = CliRunner().invoke(app, ["validate", "-", "--claims", str(claims)], input=manifest())
+    assert result.exit_code == 2, result.output
+    said = f"spec.output.destination: claim out is {claims}/out, which is a file; give a directory, or move it away"
+    assert said in " ".join(result.stderr.split())
 
 
 def test_a_missing_library_is_named_before_anything_runs(claims):
