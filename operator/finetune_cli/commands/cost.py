@@ -19,7 +19,7 @@ from finetune_cli.jobs.usage import UNKNOWN, Usage, usage_of_accounts, usage_of_
 from finetune_cli.render.columns import figure, table
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.names import API_VERSION, PROFILE_PLURAL
-from finetune_operator.decide.account import JobLabels
+from finetune_operator.decide.usage_labels import JobLabels
 
 _ACCOUNTS_LABEL = "finetune.dev/accounts=true"
 _LABEL = "label:"

@@ -30,12 +30,8 @@ from finetune_operator.decide.account import (
     GONE,
     Confirmed,
     JobAccount,
-    JobLabels,
-    UsageTotals,
-    bounded_labels,
     closed_account,
     is_news,
-    settled_labels,
     with_checkpoint,
     with_decision,
     with_pods,
@@ -43,6 +39,8 @@ from finetune_operator.decide.account import (
 from finetune_operator.decide.observed import JobView, PodView
 from finetune_operator.decide.stage import attempt_of, is_terminal
 from finetune_operator.decide.uncounted import continues_uncounted, failing_since
+from finetune_operator.decide.usage_labels import JobLabels, bounded_labels, settled_labels
+from finetune_operator.decide.usage_totals import UsageTotals
 from finetune_operator.logs import logger
 
 _log = logger(__name__)

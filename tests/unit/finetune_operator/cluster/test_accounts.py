@@ -24,8 +24,9 @@ from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
 from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, PROFILES
 from finetune_operator.cluster.projection import project
-from finetune_operator.decide.account import JobLabels, UsageTotals
 from finetune_operator.decide.observed import JobView
+from finetune_operator.decide.usage_labels import JobLabels
+from finetune_operator.decide.usage_totals import UsageTotals
 from tests.unit.finetune_operator.cluster import objects
 from tests.unit.finetune_operator.cluster.fakes import Clock, FakeApi
 
