@@ -73,7 +73,7 @@ def bill(cluster: Cluster, by: str, now: datetime, *, everywhere: bool) -> Bill:
 
 
 def _accounts(cluster: Cluster) -> list[tuple[JobLabels, Mapping[str, float]]]:
-    from finetune_operator.cluster.accounts import read_ledger
+    from finetune_operator.cluster.ledger import read_ledger
 
     documents_found = cluster.list("v1", "configmaps", "", _ACCOUNTS_LABEL)
     if not documents_found:
