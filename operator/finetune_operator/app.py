@@ -10,7 +10,7 @@ from kubernetes.aio.client.configuration import Configuration
 
 from finetune_operator.background import Relisting, keep_trying
 from finetune_operator.cluster.access import load_configuration
-from finetune_operator.cluster.accounts import Accounts, accounts_name
+from finetune_operator.cluster.accounts import Accounts
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.checkpoint_boost import CheckpointBoost
@@ -30,6 +30,7 @@ from finetune_operator.cluster.leadership import (
     claim_name,
 )
 from finetune_operator.cluster.lease import Elector, LeaseObject, LeaseTiming
+from finetune_operator.cluster.ledger import accounts_name
 from finetune_operator.cluster.profile_status import ProfileStatus
 from finetune_operator.cluster.progress_poll import ProgressPoll
 from finetune_operator.cluster.projection import CachedObject, utc_now

@@ -17,7 +17,8 @@ from prometheus_client.registry import Collector
 
 from finetune_operator.cluster.api import AnsweredRequest
 from finetune_operator.cluster.cache import Cache, JobKey
-from finetune_operator.decide.account import JobLabels, UsageTotals
+from finetune_operator.decide.usage_labels import JobLabels
+from finetune_operator.decide.usage_totals import UsageTotals
 from finetune_operator.health import Health
 from finetune_operator.job_metrics import JobCollector
 from finetune_operator.usage_metrics import UsageCollector

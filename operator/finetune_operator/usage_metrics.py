@@ -13,15 +13,11 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 
 from finetune_job.reasons import Reason
-from finetune_operator.decide.account import (
-    OUTCOMES,
-    SECONDS_BOUNDS,
-    DurationCounts,
-    JobLabels,
-    UsageTotals,
-)
+from finetune_operator.decide.account import OUTCOMES
 from finetune_operator.decide.phases import FIRST_STEP, PHASES
 from finetune_operator.decide.restart_policy import POLICY, Retry
+from finetune_operator.decide.usage_labels import JobLabels
+from finetune_operator.decide.usage_totals import SECONDS_BOUNDS, DurationCounts, UsageTotals
 
 ENDS = (
     ("Succeeded", Reason.COMPLETED),

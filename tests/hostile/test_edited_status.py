@@ -18,12 +18,14 @@ from finetune_job.names import Role
 from finetune_job.progress import Progress
 from finetune_job.stored_status import read_status
 from finetune_operator.cluster.execute import status_document
-from finetune_operator.decide.account import JobAccount, JobLabels, UsageTotals, confirmed_by, with_decision, with_pods
+from finetune_operator.decide.account import JobAccount, confirmed_by, with_decision, with_pods
 from finetune_operator.decide.children_seen import BatchJobView, GangNodesView, JobConditionView, LiveChildren, LiveJob, PodView
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.reconcile import reconcile
 from finetune_operator.decide.stage import attempt_of, is_ended
 from finetune_operator.decide.train_stage import queue_of_growth
+from finetune_operator.decide.usage_labels import JobLabels
+from finetune_operator.decide.usage_totals import UsageTotals
 from tests.hostile.manifests import Document, status_schema
 from tests.hostile.test_written_status import assert_storable, report_of
 from tests.support.builders import T0, ObservedBuilder, a_job, observing

@@ -19,7 +19,7 @@ from finetune_cli.jobs.usage import UNKNOWN, Usage, usage_of_accounts, usage_of_
 from finetune_cli.render.columns import figure, table
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.names import API_VERSION, PROFILE_PLURAL
-from finetune_operator.decide.account import JobLabels
+from finetune_operator.decide.usage_labels import JobLabels
 
 _ACCOUNTS_LABEL = "finetune.dev/accounts=true"
 _LABEL = "label:"
@@ -73,7 +73,7 @@ def bill(cluster: Cluster, by: str, now: datetime, *, everywhere: bool) -> Bill:
 
 
 def _accounts(cluster: Cluster) -> list[tuple[JobLabels, Mapping[str, float]]]:
-    from finetune_operator.cluster.accounts import read_ledger
+    from finetune_operator.cluster.ledger import read_ledger
 
     documents_found = cluster.list("v1", "configmaps", "", _ACCOUNTS_LABEL)
     if not documents_found:

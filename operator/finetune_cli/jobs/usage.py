@@ -9,7 +9,8 @@ from datetime import datetime
 from finetune_cli.jobs import documents
 from finetune_cli.jobs.progress import device_seconds
 from finetune_cli.jobs.seen import SeenJob
-from finetune_operator.decide.account import LOST, PRODUCTIVE, WAITING, JobLabels
+from finetune_operator.decide.account import LOST, PRODUCTIVE, WAITING
+from finetune_operator.decide.usage_labels import JobLabels
 
 UNKNOWN = "-"
 """In place of a label that a job does not have."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.projection import CachedObject
-from finetune_operator.decide.account import JobLabels
+from finetune_operator.decide.usage_labels import JobLabels
 
 
 def job_labels(cache: Cache, held: CachedObject) -> tuple[JobLabels, int]:

@@ -6,8 +6,7 @@ after. So every second is added once, however often and by however many processe
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Annotated, NamedTuple, TypeVar
 
@@ -22,63 +21,17 @@ from finetune_operator.decide.attempts import record_of
 from finetune_operator.decide.children_seen import PodView
 from finetune_operator.decide.phases import phase_seconds
 from finetune_operator.decide.stage import ATTEMPT_FIELD, attempt_of, is_terminal
+from finetune_operator.decide.usage_labels import JobLabels
 
 N = TypeVar("N", int, float)
 Place = Annotated[str, StringConstraints(pattern=r"^[a-z]+/-?[0-9]{1,19}$")]
 """Role and attempt, whose number anybody may have edited in the status: it is any that the API server keeps."""
-Price = Annotated[str, StringConstraints(pattern=r"^([0-9]+(\.[0-9]+)?)?$")]
 WAITING, PRODUCTIVE, LOST = "waiting", "productive", "lost"
 OUTCOMES = (WAITING, PRODUCTIVE, LOST)
 """Of GPU seconds: held by a pod that has not started yet; kept by a checkpoint or a finished training; neither."""
-SECONDS_BOUNDS = (1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_400, 28_800, 86_400, 259_200)
-"""Upper bounds of the buckets of durations: from a job that finds everything ready to one that trains for days."""
-NUM_BUCKETS = len(SECONDS_BOUNDS) + 1
 _KEPT_BY_SIGTERM = (FailureClass.PREEMPTED,)
 """Classes of failure before which the ranks have saved a checkpoint."""
 _KEEPS_ITS_STEPS = (AttemptOutcome.SUCCEEDED, AttemptOutcome.SUSPENDED, AttemptOutcome.RESIZED)
-
-
-class JobLabels(NamedTuple):
-    """What the counters tell jobs apart by; never the job itself."""
-
-    namespace: str
-    team: str
-    method: str
-    queue: str
-    profile: str
-    gpu: str
-    price: Price = ""
-    """Of one GPU for an hour, as the profile had it when the account was opened; empty: none."""
-
-
-MOST_LABELS = 32
-"""Different labels of one namespace. Its users write team and queue, and each of them has some tens of series for good."""
-MOST_IN_ALL = 1000
-"""Different labels of all namespaces, beyond which a namespace has one set more; with twice as many all others share one."""
-OTHER = "other"
-
-
-def settled_labels(labels: JobLabels, *, has_profile: bool) -> JobLabels:
-    """The labels, without a profile that does not exist or has not accepted the job: its name is any text that a user wrote."""
-    return labels if has_profile else labels._replace(profile=OTHER, gpu="", price="")
-
-
-def bounded_labels(labels: JobLabels, in_use: Collection[JobLabels], num_in_all: int) -> JobLabels:
-    """The labels, or those of all other jobs of the namespace if it, or the cluster, has too many already.
-
-    GPU and price stay, which only administrators write: nobody loses the price of GPU hours by inventing teams.
-
-    Args:
-        labels: of a job.
-        in_use: of the same namespace.
-        num_in_all: how many are in use in all namespaces.
-    """
-    if labels in in_use or (len(in_use) < MOST_LABELS and num_in_all < MOST_IN_ALL):
-        return labels
-    others = JobLabels(labels.namespace, OTHER, OTHER, OTHER, OTHER, labels.gpu, labels.price)
-    if others in in_use or num_in_all < 2 * MOST_IN_ALL:
-        return others
-    return JobLabels(OTHER, OTHER, OTHER, OTHER, OTHER, OTHER)
 
 
 class Ended(BaseModel):
@@ -152,7 +105,7 @@ def with_pods(account: JobAccount, pods: Iterable[PodView], number: int, now: fl
     if not (waited or trained or idle):
         # `at` stays, so that a job that holds nothing costs no write.
         return account
-    seconds = _plus(account.gpu_seconds, {WAITING: waited * account.gpus, LOST: idle * account.gpus})
+    seconds = added(account.gpu_seconds, {WAITING: waited * account.gpus, LOST: idle * account.gpus})
     open_seconds = account.open_seconds + trained * account.gpus
     return account.model_copy(update={"gpu_seconds": seconds, "open_seconds": open_seconds, "at": now})
 
@@ -176,7 +129,7 @@ def with_decision(
 ) -> JobAccount:
     """The account as it must be on record before `after` is written over `before`. `created`: when the job was."""
     confirmed = confirmed_by(before)
-    account = _confirm_restarts(account, confirmed)
+    account = with_told_restarts(account, confirmed)
     restarts = {
         f"{role}/{attempt_of(before, role)}": restart_key(record)
         for role in Role
@@ -225,54 +178,12 @@ def ended_by(status: FineTuneJobStatus, created: datetime | None) -> Ended | Non
     return Ended(result=result, reason=known, seconds=phase_seconds(status, created))
 
 
-class DurationCounts(BaseModel):
-    """A histogram of seconds."""
-
-    model_config = ConfigDict(frozen=True)
-    counts: Annotated[tuple[int, ...], Field(min_length=NUM_BUCKETS, max_length=NUM_BUCKETS)] = (0,) * NUM_BUCKETS
-    """By bound, and those above the last."""
-    total: FiniteFloat = 0.0
-
-    def plus(self, seconds: float) -> DurationCounts:
-        """With one more."""
-        place = bisect_left(SECONDS_BOUNDS, seconds)
-        counts = tuple(count + (number == place) for number, count in enumerate(self.counts))
-        return DurationCounts(counts=counts, total=self.total + seconds)
-
-
-class UsageTotals(BaseModel):
-    """Of all jobs with the same labels."""
-
-    model_config = ConfigDict(frozen=True)
-    gpu_seconds: Mapping[str, FiniteFloat] = Field(default_factory=dict)
-    restarts: Mapping[str, int] = Field(default_factory=dict)
-    ended: Mapping[str, int] = Field(default_factory=dict)
-    """`result|reason` -> jobs."""
-    durations: Mapping[str, DurationCounts] = Field(default_factory=dict)
-    """By phase."""
-
-    def plus(self, account: JobAccount, confirmed: Confirmed) -> UsageTotals:
-        """With what an account says for certain."""
-        account = _confirm_restarts(account, confirmed)
-        ended, durations = dict(self.ended), dict(self.durations)
-        if account.ended is not None and confirmed.has_ended:
-            ended = _plus(ended, {f"{account.ended.result}|{account.ended.reason}": 1})
-            for phase, seconds in account.ended.seconds.items():
-                durations[phase] = durations.get(phase, DurationCounts()).plus(seconds)
-        return UsageTotals(
-            gpu_seconds=_plus(self.gpu_seconds, account.gpu_seconds),
-            restarts=_plus(self.restarts, account.restarts),
-            ended=ended,
-            durations=durations,
-        )
-
-
 def closed_account(account: JobAccount) -> JobAccount:
     """The account of a job that ended or is gone: what no checkpoint keeps is lost."""
     return _settled(account, kept=False)
 
 
-def _confirm_restarts(account: JobAccount, confirmed: Confirmed) -> JobAccount:
+def with_told_restarts(account: JobAccount, confirmed: Confirmed) -> JobAccount:
     """Pending restarts that the status tells are restarts; what it does not tell stays pending."""
     told = [key for place, key in account.pending.items() if confirmed is GONE or _is_later(confirmed.attempts, place)]
     if not told:
@@ -284,8 +195,17 @@ def _confirm_restarts(account: JobAccount, confirmed: Confirmed) -> JobAccount:
     )
     restarts = account.restarts
     for key in told:
-        restarts = _plus(restarts, {key: 1})
+        restarts = added(restarts, {key: 1})
     return account.model_copy(update={"restarts": restarts, "pending": pending})
+
+
+def added(values: Mapping[str, N], more: Mapping[str, N]) -> dict[str, N]:
+    """The sums by key; what is zero makes no key."""
+    result = dict(values)
+    for key, value in more.items():
+        if value:
+            result[key] = result.get(key, type(value)(0)) + value
+    return result
 
 
 def _is_later(attempts: Mapping[str, int], place: str) -> bool:
@@ -296,7 +216,7 @@ def _is_later(attempts: Mapping[str, int], place: str) -> bool:
 def _settled(account: JobAccount, *, kept: bool) -> JobAccount:
     if not account.open_seconds:
         return account
-    seconds = _plus(account.gpu_seconds, {PRODUCTIVE if kept else LOST: account.open_seconds})
+    seconds = added(account.gpu_seconds, {PRODUCTIVE if kept else LOST: account.open_seconds})
     return account.model_copy(update={"gpu_seconds": seconds, "open_seconds": 0.0})
 
 
@@ -313,11 +233,3 @@ def _end(pod: PodView, at: float, now: float) -> float:
 
 def _overlap(begun: float, end: float, after: float, before: float) -> float:
     return max(min(end, before) - max(begun, after), 0.0)
-
-
-def _plus(values: Mapping[str, N], more: Mapping[str, N]) -> dict[str, N]:
-    result = dict(values)
-    for key, value in more.items():
-        if value:
-            result[key] = result.get(key, type(value)(0)) + value
-    return result

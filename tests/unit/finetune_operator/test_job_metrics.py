@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.kinds import JOBS, PROFILES
 from finetune_operator.cluster.projection import project
-from finetune_operator.decide.account import DurationCounts, JobLabels, UsageTotals
+from finetune_operator.decide.usage_labels import JobLabels
+from finetune_operator.decide.usage_totals import DurationCounts, UsageTotals
 from finetune_operator.job_metrics import JobCollector
 from finetune_operator.usage_metrics import UsageCollector
 from tests.unit.finetune_operator.cluster import objects

@@ -2,7 +2,7 @@
 
 One line per record: a checksum, a space, JSON. The first names the plan and the inputs; every other one a file, a number of bytes
 and their sha256, and is written only after a sync of that file. So a line that can be read is true of the disk, whenever the
-process or the machine stopped; a torn last line says nothing. Called by writer.py; records are made by stream.py.
+process or the machine stopped; a torn last line says nothing. Called by writer.py; records are made by journal_writer.py.
 """
 
 from __future__ import annotations

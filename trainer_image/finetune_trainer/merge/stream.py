@@ -5,7 +5,7 @@ Shape:  a thread for each of some shards: chunks in the order of the file (chunk
         -> workers, shared by all (pread and compute in a buffer of the chunk's own)
         -> the shard's thread, in the same order: hash
         -> the shard's other thread, in the same order: pwrite; the buffer is handed back, and progress told
-        -> one thread that syncs what is written and notes it in the journal.
+        -> one thread that syncs what is written and notes it in the journal (journal_writer.py).
 A slow chunk holds up only its shard.
 Invariant: memory is the buffers, one block's fp32 temporaries per worker and the factors of the weights in flight, never
 a weight, except those that `whole_tensors` in the result names, one at a time.
@@ -13,13 +13,11 @@ a weight, except those that `whole_tensors` in the result names, one at a time.
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,9 +26,11 @@ from typing import TYPE_CHECKING
 from finetune_trainer.merge.changes import Change, ModuleMerge, read_by
 from finetune_trainer.merge.chunks import CHUNK_BYTES, Chunker, RowChunk
 from finetune_trainer.merge.journal import Durable, Journal
+from finetune_trainer.merge.journal_writer import JournalWriter
 from finetune_trainer.merge.plan import OutputTensor, Shard
 from finetune_trainer.merge.shard_file import PAGE_BYTES, ShardFile
 from finetune_trainer.merge.sources import Sources
+from finetune_trainer.merge.workspaces import Workspace, Workspaces
 from finetune_trainer.processes.start import preload
 
 if TYPE_CHECKING:
@@ -46,8 +46,6 @@ PROCESSORS_PER_SHARD = 2
 """One is taken by the hash, the others by workers."""
 WAITING_WORKERS = 1
 """Workers beyond the processors: one may wait for the disk."""
-JOURNAL_BYTES = 1 << 30
-"""Of a shard that are synced and noted at once, at the end of a matrix: of each, a kill costs that and one matrix at most."""
 
 ProgressCallback = Callable[[int, int], None]
 
@@ -61,114 +59,6 @@ class StreamResult:
     bytes_written: int = 0
     bytes_resumed: int = 0
     whole_tensors: list[str] = field(default_factory=list)
-
-
-class Workspace:
-    """Page-aligned bytes for the input and output of one chunk."""
-
-    def __init__(self) -> None:
-        self.data = mmap.mmap(-1, 2 * CHUNK_BYTES)
-
-    def grow(self, num_bytes: int) -> None:
-        """Replaces the bytes by at least so many. No view of the old ones may be in use."""
-        if len(self.data) < num_bytes:
-            self.data.close()
-            self.data = mmap.mmap(-1, num_bytes)
-
-
-class JournalWriter:
-    """Syncs shards and notes in the journal what is durable, in a thread of its own, in the order of `note` and `finish`.
-
-    Safe to use from several threads, one for each file.
-    """
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-        self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1)
-        self._pending: deque[Future[None]] = deque()
-        self._noted: dict[str, int] = {}
-
-    def wants(self, file: ShardFile, num_bytes: int) -> bool:
-        """Whether the file's first `num_bytes`, at the end of a matrix, are worth a note. If so, the caller calls `note`."""
-        with self._lock:
-            self._raise_failures(wait=False)
-            since = num_bytes - self._noted.setdefault(file.path.name, file.num_done)
-            if num_bytes < file.num_bytes and (self._pending or since < JOURNAL_BYTES):
-                return False
-            self._noted[file.path.name] = num_bytes
-            return True
-
-    def note(self, file: ShardFile, written: Durable) -> None:
-        """The file's first bytes are written: make them durable, and that known."""
-        with self._lock:
-            self._pending.append(self._thread.submit(self._sync, file, written))
-
-    def wait(self) -> None:
-        """Until everything is durable. Raises StorageError."""
-        self._raise_failures(wait=True)
-
-    def close(self) -> None:
-        """After a failure, too, what is written gets noted."""
-        self._thread.shutdown(wait=True)
-
-    def _sync(self, file: ShardFile, durable: Durable) -> None:
-        file.sync()
-        self._journal.record(file.path.name, durable)
-
-    def _raise_failures(self, *, wait: bool) -> None:
-        while self._pending and (wait or self._pending[0].done()):
-            self._pending.popleft().result()
-
-
-class Workspaces:
-    """Those that no chunk is in, for several threads. Raises _OtherShardFailedError in all of them after `stop`."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._free = deque(Workspace() for _ in range(count))
-        self._changed = threading.Condition()
-        self._is_reserved = self._is_stopped = False
-        self._alone = threading.Lock()
-
-    def take(self, *, wait: bool) -> Workspace | None:
-        """One, or None if there is none and the caller does not wait."""
-        with self._changed:
-            while (self._is_reserved or not self._free) and wait and not self._is_stopped:
-                self._changed.wait()
-            if self._is_stopped:
-                raise _OtherShardFailedError
-            return self._free.popleft() if self._free and not self._is_reserved else None
-
-    def give(self, workspace: Workspace) -> None:
-        with self._changed:
-            self._free.append(workspace)
-            self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[Workspace]:
-        """One, once the other threads have given theirs back, while they get none. The caller has none and gives it back."""
-        with self._alone:
-            with self._changed:
-                self._is_reserved = True
-                while len(self._free) < self._count and not self._is_stopped:
-                    self._changed.wait()
-                if self._is_stopped:
-                    raise _OtherShardFailedError
-                workspace = self._free.popleft()
-            yield workspace
-            with self._changed:
-                self._is_reserved = False
-                self._changed.notify_all()
-
-    def stop(self) -> None:
-        with self._changed:
-            self._is_stopped = True
-            self._changed.notify_all()
-
-
-class _OtherShardFailedError(Exception):
-    """Another shard has failed."""
 
 
 class _StreamProgress:

@@ -14,18 +14,12 @@ from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.account import (
     GONE,
-    SECONDS_BOUNDS,
-    DurationCounts,
     Ended,
     JobAccount,
-    JobLabels,
-    UsageTotals,
-    bounded_labels,
     closed_account,
     confirmed_by,
     is_news,
     restart_key,
-    settled_labels,
     with_checkpoint,
     with_decision,
     with_pods,
@@ -33,6 +27,8 @@ from finetune_operator.decide.account import (
 from finetune_operator.decide.children_seen import ContainerEnd, PodView
 from finetune_operator.decide.phases import phase_seconds
 from finetune_operator.decide.times import timestamp
+from finetune_operator.decide.usage_labels import JobLabels
+from finetune_operator.decide.usage_totals import DurationCounts, UsageTotals
 from tests.support.builders import T0, a_job, after, observing
 
 LABELS = JobLabels("team", "team", "LoRA", "gpus", "default", "H100")
@@ -273,33 +269,3 @@ def test_phases_are_those_whose_ends_the_status_tells() -> None:
     assert {phase: seconds for phase, seconds in phase_seconds(silent, T0).items() if phase in ("startup", "pull")} == {
         "startup": 60
     }
-
-
-def test_durations_are_counted_up_to_a_bound_and_above_the_last() -> None:
-    """By position: what is on record would be told under other bounds if they changed."""
-    assert SECONDS_BOUNDS == (1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_400, 28_800, 86_400, 259_200)
-    found = DurationCounts()
-    for seconds in (0.0, 1.0, 1.5, 5.0, 259_200.0, 259_201.0, 1e9):
-        found = found.plus(seconds)
-    assert found.counts == (2, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2)
-    assert found.total == 0.0 + 1.0 + 1.5 + 5.0 + 259_200.0 + 259_201.0 + 1e9
-
-
-def test_labels_beyond_the_limits_are_those_of_all_others_and_keep_what_administrators_wrote() -> None:
-    priced = LABELS._replace(price="2.5")
-    few = [priced._replace(team=str(number)) for number in range(31)]
-    many = [*few, priced._replace(team="31")]
-    others = JobLabels("team", "other", "other", "other", "other", "H100", "2.5")
-    assert bounded_labels(priced, few, 999) == priced
-    assert bounded_labels(priced, many, 999) == others
-    assert bounded_labels(priced, few, 1000) == others, "the cluster has too many"
-    assert bounded_labels(many[3], many, 5000) == many[3], "what is in use stays"
-    assert bounded_labels(priced, [*many, others], 2000) == others
-    assert bounded_labels(priced, many, 1999) == others
-    assert bounded_labels(priced, many, 2000) == JobLabels(*["other"] * 6, price="")
-
-
-def test_a_profile_that_has_not_accepted_the_job_is_no_label() -> None:
-    priced = LABELS._replace(profile="any text", price="2.5")
-    assert settled_labels(priced, has_profile=True) == priced
-    assert settled_labels(priced, has_profile=False) == JobLabels("team", "team", "LoRA", "gpus", "other", "", "")

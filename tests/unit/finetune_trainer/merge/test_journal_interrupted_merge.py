@@ -18,7 +18,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from finetune_trainer.merge import chunks, stream
+from finetune_trainer.merge import chunks, journal_writer, stream, workspaces
 from finetune_trainer.merge.journal import Durable, Journal
 from finetune_trainer.merge.merge_adapter import MergeOptions, MergeReport, merge_adapter
 from finetune_trainer.merge.shard_file import ShardFile
@@ -43,8 +43,8 @@ def undisturbed(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "JOURNAL_BYTES", 1)
-    for module in (stream, chunks):
+    monkeypatch.setattr(journal_writer, "JOURNAL_BYTES", 1)
+    for module in (stream, chunks, workspaces):
         monkeypatch.setattr(module, "CHUNK_BYTES", 16 << 10)
 
 
@@ -386,11 +386,11 @@ def test_too_little_space_is_seen_before_anything_is_written(
 MERGE = """
 import os, sys
 from pathlib import Path
-from finetune_trainer.merge import chunks, stream
+from finetune_trainer.merge import chunks, journal_writer, stream, workspaces
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 base, adapter, output, at = sys.argv[1:]
-stream.JOURNAL_BYTES = 1
-stream.CHUNK_BYTES = chunks.CHUNK_BYTES = 16 << 10
+journal_writer.JOURNAL_BYTES = 1
+stream.CHUNK_BYTES = chunks.CHUNK_BYTES = workspaces.CHUNK_BYTES = 16 << 10
 def stop(done, total):
     if done >= float(at) * total:
         print("here", flush=True)

@@ -20,10 +20,10 @@ from bench.merge.model import write_adapter, write_base
 from finetune_trainer.files import FileDigests
 from finetune_trainer.merge import stream
 from finetune_trainer.merge.journal import Durable
+from finetune_trainer.merge.journal_writer import JournalWriter
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.merge.plan import MergePlan
 from finetune_trainer.merge.shard_file import ShardFile
-from finetune_trainer.merge.stream import JournalWriter
 from finetune_trainer.merge.writer import OutputDirectory
 from finetune_trainer.verify.tensors import manifest_faults
 from finetune_trainer.weights import errors
@@ -206,6 +206,7 @@ import torch
 from bench.merge.contender import peak_resident_bytes
 before = peak_resident_bytes()
 from finetune_trainer.merge.journal import Durable
+from finetune_trainer.merge.journal_writer import JournalWriter
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.merge.plan import MergePlan
 from finetune_trainer.merge.writer import OutputDirectory

@@ -1,0 +1,58 @@
+"""Makes what is written of shards durable and notes it in the journal, beside the threads that write. Called by stream.py."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from finetune_trainer.merge.journal import Durable, Journal
+from finetune_trainer.merge.shard_file import ShardFile
+
+JOURNAL_BYTES = 1 << 30
+"""Of a shard that are synced and noted at once, at the end of a matrix: of each, a kill costs that and one matrix at most."""
+
+
+class JournalWriter:
+    """Syncs shards and notes in the journal what is durable, in a thread of its own, in the order of `note`.
+
+    Safe to use from several threads, one for each file.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: deque[Future[None]] = deque()
+        self._noted: dict[str, int] = {}
+
+    def wants(self, file: ShardFile, num_bytes: int) -> bool:
+        """Whether the file's first `num_bytes`, at the end of a matrix, are worth a note. If so, the caller calls `note`."""
+        with self._lock:
+            self._raise_failures(wait=False)
+            since = num_bytes - self._noted.setdefault(file.path.name, file.num_done)
+            if num_bytes < file.num_bytes and (self._pending or since < JOURNAL_BYTES):
+                return False
+            self._noted[file.path.name] = num_bytes
+            return True
+
+    def note(self, file: ShardFile, written: Durable) -> None:
+        """The file's first bytes are written: make them durable, and that known."""
+        with self._lock:
+            self._pending.append(self._thread.submit(self._sync, file, written))
+
+    def wait(self) -> None:
+        """Until everything is durable. Raises StorageError."""
+        self._raise_failures(wait=True)
+
+    def close(self) -> None:
+        """After a failure, too, what is written gets noted."""
+        self._thread.shutdown(wait=True)
+
+    def _sync(self, file: ShardFile, durable: Durable) -> None:
+        file.sync()
+        self._journal.record(file.path.name, durable)
+
+    def _raise_failures(self, *, wait: bool) -> None:
+        while self._pending and (wait or self._pending[0].done()):
+            self._pending.popleft().result()
