@@ -19,7 +19,15 @@ from finetune_job.progress import Progress
 from finetune_job.stored_status import read_status
 from finetune_operator.cluster.execute import status_document
 from finetune_operator.decide.account import JobAccount, confirmed_by, with_decision, with_pods
-from finetune_operator.decide.children_seen import BatchJobView, GangNodesView, JobConditionView, LiveChildren, LiveJob, PodView
+from finetune_operator.decide.children_seen import (
+    BatchJobView,
+    ContainerEnd,
+    GangNodesView,
+    JobConditionView,
+    LiveChildren,
+    LiveJob,
+    PodView,
+)
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.reconcile import reconcile
 from finetune_operator.decide.stage import attempt_of, is_ended
@@ -69,6 +77,11 @@ def moment(random: Random, share: float = 0.6) -> datetime | None:
     return random.choice(MOMENTS) if random.random() < share else None
 
 
+def ended(random: Random) -> ContainerEnd:
+    code = random.choice((None, 0, 47, 52, 2**40))
+    return ContainerEnd(moment(random), moment(random), code, "Error", report_of(random))
+
+
 def pod(random: Random, role: Role, attempt: int, rank: int) -> PodView:
     return PodView(
         f"tune-{role}-{attempt}-{rank}",
@@ -85,9 +98,17 @@ def pod(random: Random, role: Role, attempt: int, rank: int) -> PodView:
         disruption=random.choice(("", "", "DeletionByTaintManager", "PreemptionByScheduler")),
         started=moment(random),
         finished=moment(random, 0.4),
-        exit_code=random.choice((None, None, 0, 1, 137, 143, 50, -3, 2**40)),
+        exit_code=random.choice((None, None, 0, 1, 137, 143, 50, 52, -3, 2**40)),
         reason=random.choice(("", "OOMKilled", "Evicted", "Unknown")),
         termination_message=random.choice(("", report_of(random))),
+        restarts=random.choice((0, 0, 1, 1, 2, 2**40)),
+        earlier=random.choice(
+            (
+                None,
+                ContainerEnd(moment(random), moment(random), random.choice((None, 0, 47, 52, 2**40)), "Error", report_of(random)),
+            )
+        ),
+        label_attempt=random.choice((None, attempt, attempt + 1, 2**40)),
         waiting_reason=random.choice(("", "", "ImagePullBackOff", "CreateContainerConfigError")),
         unschedulable=random.choice(("", "", "0/9 nodes are available")),
         node=random.choice(("", "node-a")),
@@ -107,6 +128,7 @@ def batch_job(random: Random, role: Role, attempt: int) -> BatchJobView:
         suspended=random.random() < 0.3,
         parallelism=random.choice((None, 0, 1, 2, 4, 99, -4)),
         takes_fewer=random.random() < 0.5,
+        restarts_container=random.random() < 0.5,
         start_time=moment(random),
         deleting=random.random() < 0.1,
     )
