@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from finetune_trainer.merge.plan import MergePlan, plan_digest
 from finetune_trainer.merge.stream import ProgressCallback, StreamResult, stream
 from finetune_trainer.merge.writer import OutputDirectory, WrittenFile, complete_manifest, remove_leftovers
 from finetune_trainer.weights.errors import BrokenCheckpointError, MergeError, StorageError
-from finetune_trainer.weights.headers import read_checkpoint, unnamed_files
+from finetune_trainer.weights.headers import read_checkpoint, require_all_named, unnamed_files
 from finetune_trainer.weights.storage import translate_os_errors
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class MergeReport:
     """Figures of a finished merge. bytes_resumed: of shards that an earlier, killed merge had finished.
 
     whole_tensors: those of which a matrix had to be computed at once (see stream.py). num_rows: of embeddings that were made
-    larger than the base's.
+    larger than the base's. left_out: weights next to the base that are no part of it, and so not of the merged model.
     """
 
     output: Path
@@ -69,6 +70,7 @@ class MergeReport:
     whole_tensors: tuple[str, ...]
     was_complete: bool
     num_rows: int | None = None
+    left_out: tuple[str, ...] = ()
 
 
 def merge_adapter(options: MergeOptions, progress: ProgressCallback | None = None) -> MergeReport:
@@ -82,7 +84,9 @@ def merge_adapter(options: MergeOptions, progress: ProgressCallback | None = Non
     _require_links_inside(options)
     inputs = MergeInputs.of(options.base, options.adapters)
     plan = plan_merge(options.base, options.adapters, options.dtype, options.max_shard_bytes, options.quantization)
-    others = unnamed_files(read_checkpoint(options.base))
+    base = read_checkpoint(options.base)
+    others = unnamed_files(base)
+    require_all_named(base, others)
     if others:
         log.warning("%s: not in the merged model, because they are no part of the base: %s", options.base, ", ".join(others))
     digests = inputs.digests()
@@ -102,11 +106,12 @@ def merge_adapter(options: MergeOptions, progress: ProgressCallback | None = Non
             files, result = _write(
                 options, plan, directory, tokenizer, inputs=inputs, digests=digests, plan_sha256=digest, progress=progress
             )
-            return _report(options, plan, digest, started, sha256={file.name: file.sha256 for file in files}, result=result)
+            sha256 = {file.name: file.sha256 for file in files}
+            return _report(options, plan, digest, started, sha256=sha256, result=result, left_out=others)
         directory.close(keep=False)
     remove_leftovers(options.output)
     sha256 = {entry["name"]: entry["sha256"] for entry in existing["files"]}
-    return _report(options, plan, digest, started, sha256=sha256, result=None)
+    return _report(options, plan, digest, started, sha256=sha256, result=None, left_out=others)
 
 
 def _write(
@@ -160,7 +165,14 @@ def _small_file(path: Path, root: Path) -> WrittenFile:
 
 
 def _report(
-    options: MergeOptions, plan: MergePlan, digest: str, started: float, *, sha256: dict[str, str], result: StreamResult | None
+    options: MergeOptions,
+    plan: MergePlan,
+    digest: str,
+    started: float,
+    *,
+    sha256: dict[str, str],
+    result: StreamResult | None,
+    left_out: Sequence[str],
 ) -> MergeReport:
     """result: None if the merge was found done."""
     done = result or StreamResult()
@@ -178,4 +190,5 @@ def _report(
         whole_tensors=tuple(done.whole_tensors),
         was_complete=result is None,
         num_rows=plan.num_rows,
+        left_out=tuple(left_out),
     )

@@ -10,7 +10,7 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ MAX_DIMENSIONS = 64
 MAX_FILE_BYTES = 2**63 - 1
 
 _SHARD_NUMBER = re.compile(r"(?P<name>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})\.safetensors")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+"""Of a layer or an expert, in the name of a tensor."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -215,6 +217,24 @@ def unnamed_files(checkpoint: Checkpoint) -> list[str]:
     """Further safetensors files next to a model, which are no part of it. Not those that hold it a second time."""
     others = (path.name for path in checkpoint.directory.glob("*.safetensors") if not path.name.startswith(OTHER_LAYOUT))
     return sorted(name for name in others if name not in checkpoint.file_bytes and name != ADAPTER_FILE)
+
+
+def require_all_named(checkpoint: Checkpoint, others: Iterable[str]) -> None:
+    """An index can leave out a file with tensors of the model: such as further layers, whose names are those of others but for
+    their numbers. Raises BrokenCheckpointError. others: files next to the model.
+    """
+    kinds = {_NUMBER.sub("N", name) for name in checkpoint.tensors}
+    for other in others:
+        try:
+            header = read_header(checkpoint.directory / other)
+        except MergeError:  # no file of the model's is unreadable, as was seen
+            continue
+        for tensor in header:
+            if tensor.name not in checkpoint.tensors and _NUMBER.sub("N", tensor.name) in kinds:
+                raise BrokenCheckpointError(
+                    f"{checkpoint.directory / other}: holds tensor {tensor.name}, which the index leaves out, and with it the "
+                    "model. Fetch the model again, or move the file away if it is no part of it."
+                )
 
 
 def read_adapter(directory: Path) -> Checkpoint:

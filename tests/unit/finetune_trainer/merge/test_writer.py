@@ -27,6 +27,7 @@ from finetune_trainer.merge.shard_file import ShardFile
 from finetune_trainer.merge.writer import OutputDirectory
 from finetune_trainer.verify.tensors import manifest_faults
 from finetune_trainer.weights import errors
+from finetune_trainer.weights.headers import read_checkpoint
 from tests.unit.finetune_trainer.merge import tiny
 
 GIB = 1 << 30
@@ -63,8 +64,27 @@ def test_weights_that_no_index_names_are_left_out_and_said(
 ) -> None:
     base = shutil.copytree(pair[0], tmp_path / "base")
     save_file({"weight": torch.zeros(4)}, base / "vision.safetensors")
-    merge_adapter(MergeOptions(base, (pair[1],), tmp_path / "merged", None, GIB))
+    report = merge_adapter(MergeOptions(base, (pair[1],), tmp_path / "merged", None, GIB))
+    assert report.left_out == ("vision.safetensors",)
+    assert merge_adapter(MergeOptions(base, (pair[1],), tmp_path / "merged", None, GIB)).left_out == ("vision.safetensors",)
     assert f"{base}: not in the merged model, because they are no part of the base: vision.safetensors" in caplog.messages
+
+
+def test_a_file_with_more_layers_that_no_index_names_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    base = shutil.copytree(pair[0], tmp_path / "base")
+    known = next(name for name in read_checkpoint(base).tensors if ".layers.0." in name)
+    further = known.replace(".layers.0.", ".layers.77.")
+    save_file({further: torch.zeros(4)}, base / "b.safetensors")
+    with pytest.raises(
+        errors.BrokenCheckpointError, match=rf"b\.safetensors: holds tensor {further}, which the index leaves out"
+    ):
+        merge_adapter(MergeOptions(base, (pair[1],), tmp_path / "merged", None, GIB))
+    assert not (tmp_path / "merged").exists()
+    # The same weights a second time, or what nobody can read, are no part of the model.
+    save_file({known: torch.zeros(4)}, base / "b.safetensors")
+    (base / "c.safetensors").write_bytes(b"\xff" * 32)
+    report = merge_adapter(MergeOptions(base, (pair[1],), tmp_path / "merged", None, GIB))
+    assert report.left_out == ("b.safetensors", "c.safetensors")
 
 
 def test_the_output_loads_alone_and_its_manifest_is_right(pair: tuple[Path, Path], tmp_path: Path) -> None:
