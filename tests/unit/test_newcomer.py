@@ -1,4 +1,4 @@
-"""A newcomer who holds only the pages: ten data sets as people have them, the manifest of docs/getting-started.md, and what the
+"""A newcomer who holds only the pages: data sets as people have them, the manifest of docs/getting-started.md, and what the
 product prints. Each data set is trained, or refused with a fix that works as it is written.
 
 The first answer to the slowest forms comes from a process that may not import torch, and is timed. Training is one step of one
@@ -77,6 +77,11 @@ DATA: dict[str, tuple[Source, Sequence[str], int]] = {
         file("a.json", {"instruction": "do", "input": "", "output": "done"}, {"instruction": "add", "input": "1", "output": "2"}),
         ["data-record-invalid"],
         2,
+    ),
+    "Alpaca with a rendered text": (
+        file("a.json", {"instruction": "q", "input": "", "output": "a", "text": "x"}),
+        ["data-record-invalid"],
+        1,
     ),
     "CSV with other headers": (file("a.csv", {"question": "q", "answer": "a"}), ["data-record-invalid"], 1),
     "Parquet": (file("a.parquet", {"prompt": "q", "completion": "a"}), ["data-record-invalid"], 1),

@@ -48,12 +48,7 @@ def suggest(key: str, names: Mapping[str, Any], data_format: DataFormat, mapping
     names = {name: value for name, value in names.items() if _can_be_written(name)}
     if all(name in names for name in PREFERENCES):
         return _preferences(names)
-    found = (
-        _turns(names, data_format)
-        or _other_format(names, data_format)
-        or _texts(names, data_format)
-        or _near(key, names, data_format, mapping)
-    )
+    found = _turns(names, data_format) or _columns(names, data_format) or _near(key, names, data_format, mapping)
     return found or Suggestion(f"write {example(data_format)}")
 
 
@@ -62,8 +57,7 @@ def suggest_for_table(columns: Mapping[str, Any]) -> Suggestion:
     names = {name: value for name, value in columns.items() if _can_be_written(name)}
     if all(name in names for name in PREFERENCES):
         return _preferences(names)
-    found = _other_format(names, DataFormat.CHAT) or _texts(names, DataFormat.CHAT)
-    return found or Suggestion(
+    return _columns(names, DataFormat.CHAT) or Suggestion(
         "write the chats as JSON Lines (.jsonl) or Parquet, or name the columns of question and answer in spec.data.mapping"
     )
 
@@ -145,27 +139,53 @@ def _is_turns(value: Any, keys: tuple[str, ...]) -> bool:
     return all(isinstance(each, dict) and all(key in each for key in keys) for each in value)
 
 
+def _columns(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
+    """What needs no list of turns. A text comes behind question and answer: beside these it is what some template made of them,
+    in which nothing tells them apart.
+    """
+    return (
+        _alpaca(names, data_format)
+        or _other_format(names, data_format)
+        or _pair(_texts(names), data_format)
+        or _text(names, data_format)
+        or _pair(names, data_format)
+    )
+
+
+def _alpaca(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
+    if any(name not in names for name in _ALPACA):
+        return None
+    more = _further({name: value for name, value in names.items() if name not in _ALPACA}, "input", but="input")
+    return _as_pair(names, data_format, {f"{_MAPPING}.preset": "Alpaca", **more})
+
+
 def _other_format(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
     """The keys of another format, by its own names."""
-    for other, keys in KEYS.items():
-        if other is not data_format and all(name in names for name in keys):
+    for other in (DataFormat.CHAT, DataFormat.PROMPT_COMPLETION):
+        if other is not data_format and all(name in names for name in KEYS[other]):
             return Suggestion(f"set {_FORMAT}: {other.value}, which is what the record looks like", {_FORMAT: other.value})
     return None
 
 
-def _texts(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
-    """Prompt and completion, or a text, by names that are common for them."""
+def _pair(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
+    """Prompt and completion by names that are common for them."""
+    pair = {field: _first(names, field) for field in ("prompt", "completion")}
+    if not all(pair.values()):
+        return None
+    named = {f"{_MAPPING}.{field}": name for field, name in pair.items()}
+    more = _further({name: value for name, value in names.items() if name not in pair.values()}, "input")
+    return _as_pair(names, data_format, {**named, **more})
+
+
+def _as_pair(names: Mapping[str, Any], data_format: DataFormat, changes: Mapping[str, Any]) -> Suggestion:
+    """changes: that name the keys."""
     system = _further(names, "system")
     # Only chats have a system turn.
     wanted = DataFormat.CHAT if system else data_format if data_format is not DataFormat.TEXT else DataFormat.PROMPT_COMPLETION
-    changes: dict[str, Any] = {} if data_format is wanted else {_FORMAT: wanted.value}
-    if all(name in names for name in _ALPACA):
-        more = _further({name: value for name, value in names.items() if name not in _ALPACA}, "input", but="input")
-        return _set({**changes, f"{_MAPPING}.preset": "Alpaca", **more, **system})
-    pair = {field: _first(names, field) for field in ("prompt", "completion")}
-    if all(pair.values()):
-        more = _further({name: value for name, value in names.items() if name not in pair.values()}, "input")
-        return _set({**changes, **{f"{_MAPPING}.{field}": name for field, name in pair.items()}, **more, **system})
+    return _set({**({} if data_format is wanted else {_FORMAT: wanted.value}), **changes, **system})
+
+
+def _text(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
     text = _first(names, "text")
     if text is None:
         return None
@@ -178,10 +198,14 @@ def _first(names: Mapping[str, Any], field: str) -> str | None:
     return next((by_lower[name] for name in _NAMES[field] if name in by_lower), None)
 
 
+def _texts(names: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that hold texts, as far as values are known."""
+    return {name: value for name, value in names.items() if value is None or isinstance(value, str)}
+
+
 def _further(names: Mapping[str, Any], field: str, but: str = "") -> dict[str, str]:
     """The change that has a further text read, if the records have one. but: a name that is read without it."""
-    texts = {name: value for name, value in names.items() if value is None or isinstance(value, str)}
-    name = _first(texts, field)
+    name = _first(_texts(names), field)
     return {} if name in {None, but} else {f"{_MAPPING}.{field}": str(name)}
 
 

@@ -463,6 +463,14 @@ PRESET = {"format": "PromptCompletion", "mapping": {"preset": "Alpaca"}}
             PRESET,
             "fixed tuned: spec.data.mapping.preset: Alpaca (data-record-invalid)\n",
         ),
+        # As published: a template has made a text of the others.
+        (
+            [{**ALPACA[0], "text": "### do it: done"}],
+            {"format": "PromptCompletion"},
+            0,
+            PRESET,
+            "fixed tuned: spec.data.mapping.preset: Alpaca (data-record-invalid)\n",
+        ),
         (ALPACA, {"format": "alpaca"}, 0, PRESET, "mapping.preset: Alpaca (unreadable)\n"),
         # Not before the manifest can be read.
         (ALPACA, {"format": "jsonl"}, 2, {"format": "jsonl"}, "spec.data.format"),

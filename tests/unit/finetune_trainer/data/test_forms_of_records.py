@@ -25,6 +25,7 @@ ASK, END = "<|im_start|>", "<|im_end|>"
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 CHAT = f"{ASK}user\nq{END}\n{ASK}assistant\n[a{END}]\n"
 ALPACA = [{"instruction": "do", "input": "", "output": "done"}, {"instruction": "add", "input": "1, 2", "output": "3"}]
+RENDERED = [{"instruction": "q", "input": "", "output": "a", "text": "# q a"}]
 SHARE_GPT = [{"system": "be", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}]
 PARTS = [{"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in "xy"]}, TURNS[1]]}]
 PAIRS = [{"question": "q", "answer": "a"}]
@@ -120,6 +121,24 @@ FORMS = {
         "data-record-invalid",
         [CHAT.replace("user\nq", "user\ndo").replace("[a", "[done")],
     ),
+    "Alpaca with a rendered text": ("a.jsonl", RENDERED, {}, "data-record-invalid", [f"q\n[a{END}]"]),
+    "Alpaca with a rendered text as chats": ("a.jsonl", RENDERED, CHATS, "data-record-invalid", [CHAT]),
+    "Alpaca with a rendered text as texts": ("a.jsonl", RENDERED, {"format": "Text"}, None, [f"#[ q a{END}]"]),
+    "Alpaca with a rendered prompt": (
+        "a.jsonl",
+        [{"instruction": "q", "input": "", "output": "a", "prompt": "# q", "completion": "a"}],
+        CHATS,
+        "data-record-invalid",
+        [CHAT],
+    ),
+    "question and answer with a rendered text": (
+        "a.jsonl",
+        [{"question": "q", "answer": "a", "text": "# q a"}],
+        CHATS,
+        "data-record-invalid",
+        [CHAT],
+    ),
+    "a text with a label": ("a.jsonl", [{"text": "t", "source": "web", "target": 1}], {}, "data-record-invalid", [f"t[{END}]"]),
     "share-gpt as nobody configures it": ("a.jsonl", SHARE_GPT, {}, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
     "share-gpt as chats": ("a.jsonl", SHARE_GPT, CHATS, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
     "share-gpt in Parquet": ("a.parquet", SHARE_GPT, CHATS, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
