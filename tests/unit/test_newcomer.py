@@ -68,6 +68,7 @@ DATA: dict[str, tuple[Source, Sequence[str], int]] = {
     # What is in the directory, the rules that refuse the page's manifest in this order, and how many records are trained on.
     "chat": (file("a.jsonl", {"messages": TURNS}, {"messages": [*TURNS, *TURNS]}), [], 2),
     "chat with parts": (file("a.jsonl", {"messages": PARTS}), [], 1),
+    "turns and an answer as a text": (file("a.jsonl", {"prompt": TURNS[:1], "completion": "a"}), [], 1),
     "ShareGPT": (
         file("a.json", {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}),
         ["data-record-invalid"],

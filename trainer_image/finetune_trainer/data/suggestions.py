@@ -13,7 +13,7 @@ from typing import Any
 
 from finetune_job.api.inputs import DataFormat
 from finetune_job.plan.mapping import MappingPlan
-from finetune_trainer.data.records import ASSISTANT, KEYS, PREFERENCES, ROLES, Suggestion, example
+from finetune_trainer.data.records import ASSISTANT, KEYS, PREFERENCES, ROLES, Suggestion, example, is_pair_of_turns
 
 LONGEST_NAME = 128
 """Characters of a name in `data.mapping`."""
@@ -121,13 +121,20 @@ def rated_answers() -> Suggestion:
 def _turns(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
     """A list of turns under whatever key."""
     chat = {} if data_format is DataFormat.CHAT else {_FORMAT: "Chat"}
-    if all(_is_turns(names.get(key), ("role",)) for key in KEYS[DataFormat.PROMPT_COMPLETION]):
+    sides = [names.get(key) for key in KEYS[DataFormat.PROMPT_COMPLETION]]
+    if is_pair_of_turns(*sides) and all(isinstance(side, str) or _is_turns(side, ("role",)) for side in sides):
         return _set({**chat, _LOSS_ON: "Completion"})
     for key, value in names.items():
         if _is_turns(value, _SHARE_GPT_TURN):
             kept = {} if key == "conversations" else {f"{_MAPPING}.messages": key}
             return _set({**chat, f"{_MAPPING}.preset": "ShareGPT", **kept, **_further(names, "system", but="system")})
         if _is_turns(value, ("role", "content")):
+            if not _has_answer(value):
+                answer = _first(_texts(names), "completion")
+                if answer is None:
+                    continue
+                pair = {f"{_MAPPING}.prompt": key, f"{_MAPPING}.completion": answer}
+                return _set({**chat, **pair, _LOSS_ON: "Completion", **_further(names, "system")})
             kept = {} if key == "messages" else {f"{_MAPPING}.messages": key}
             return _set({**chat, **kept, **_further(names, "system")})
     return None
@@ -137,6 +144,12 @@ def _is_turns(value: Any, keys: tuple[str, ...]) -> bool:
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(each, dict) and all(key in each for key in keys) for each in value)
+
+
+def _has_answer(turns: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one of the turns may be the assistant's, by whatever name."""
+    roles = [str(turn["role"]).strip().lower() for turn in turns]
+    return any(_ROLES.get(role, role) not in ROLES - {ASSISTANT} for role in roles)
 
 
 def _columns(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:

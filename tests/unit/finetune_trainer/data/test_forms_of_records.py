@@ -7,6 +7,7 @@ import datasets
 import pytest
 import yaml
 
+from finetune_job.api.inputs import DataFormat
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.finding import FieldChange
 from finetune_job.plan.resolve import resolve
@@ -15,6 +16,7 @@ from finetune_job.rules.book import evaluate
 from finetune_job.rules.rule import RuleContext
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.read import record_files
+from finetune_trainer.data.records import example
 from finetune_trainer.data.source_files import split_of
 from tests.unit.finetune_job.rules.manifests import applied, manifest
 from tests.unit.finetune_trainer.data.record_files import write
@@ -146,6 +148,31 @@ FORMS = {
     "turns of two sides as pairs": (
         "a.jsonl",
         [{"prompt": TURNS[:1], "completion": TURNS[1:]}],
+        {},
+        "data-record-invalid",
+        [CHAT],
+    ),
+    "turns and a text": ("a.jsonl", [{"prompt": TURNS[:1], "completion": "a"}], CHATS, None, [CHAT]),
+    "turns and a text as pairs": ("a.jsonl", [{"prompt": TURNS[:1], "completion": "a"}], {}, "data-record-invalid", [CHAT]),
+    "turns and a text as texts": (
+        "a.jsonl",
+        [{"prompt": TURNS[:1], "completion": "a"}],
+        {"format": "Text"},
+        "data-record-invalid",
+        [CHAT],
+    ),
+    "turns and a text in Parquet": ("a.parquet", [{"prompt": TURNS[:1], "completion": "a"}], CHATS, None, [CHAT]),
+    "a text and turns": ("a.jsonl", [{"prompt": "q", "completion": TURNS[1:]}], CHATS, None, [CHAT]),
+    "turns and a text of another name": (
+        "a.jsonl",
+        [{"prompt": TURNS[:1], "answer": "a", "id": "1"}],
+        CHATS,
+        "data-record-invalid",
+        [CHAT],
+    ),
+    "turns and a text of another name in Parquet as pairs": (
+        "a.parquet",
+        [{"question": TURNS[:1], "answer": "a"}],
         {},
         "data-record-invalid",
         [CHAT],
@@ -324,6 +351,13 @@ def test_roles_that_may_mean_anything_are_not_mapped_by_a_program(tmp_path):
     assert "its roles are 'north', 'south'" in finding.message
     assert finding.fix == 'name the role of the answers in spec.data.mapping.roles, as in {"south": "assistant"}'
     assert finding.changes == ()
+
+
+def test_turns_without_an_answer_are_not_mapped(tmp_path):
+    root = claim(tmp_path, "a.jsonl", [{"prompt": TURNS[:1], "id": 1}])
+    (finding,) = found_in(root, spec_of("a.jsonl", CHATS))
+    assert (finding.fix, finding.changes) == (f"write {example(DataFormat.CHAT)}", ())
+    assert "key 'messages' is missing" in finding.message
 
 
 @pytest.mark.parametrize("name", ["promt\udc80", "promt\n", "prompt" * 22])
