@@ -32,7 +32,7 @@ from finetune_trainer.data.records import (
     is_pair_of_turns,
     kind,
 )
-from finetune_trainer.data.suggestions import rated_answers, suggest, suggest_turn
+from finetune_trainer.data.suggestions import rated_answers, suggest, suggest_role, suggest_turn
 
 
 def record_of(
@@ -227,7 +227,7 @@ def _turns_at(
         return place.problem(key, "[]", "is empty, so there is nothing to learn", "remove the record or fill it in")
     turns = []
     for number, message in enumerate(messages):
-        turn = _turn(place, f"{key}[{number}]", message, write, mapping)
+        turn = _turn(place, f"{key}[{number}]", message, messages, mapping)
         if isinstance(turn, RecordProblem):
             return turn
         turns.append(turn)
@@ -247,20 +247,20 @@ def _system_turn(
     return [{"role": "system", "content": text}] if text else []
 
 
-def _turn(place: RecordPosition, key: str, message: Any, write: str, mapping: MappingPlan) -> Message | RecordProblem:
+def _turn(place: RecordPosition, key: str, message: Any, turns: Sequence[Any], mapping: MappingPlan) -> Message | RecordProblem:
+    """`message`, one of `turns`."""
+    write = f"write {example(DataFormat.CHAT)}"
     if not isinstance(message, dict):
         return place.problem(key, as_json(message), f"is a {kind(message)}, not an object", write)
     role, content, calls = message.get(mapping.role), message.get(mapping.content), message.get("tool_calls")
     role_key, content_key = f"{key}.{mapping.role}", f"{key}.{mapping.content}"
     if role is None:
-        return place.problem(role_key, f"keys {sorted(message)}", "is missing", suggest_turn(message, mapping) or write)
+        return place.problem(role_key, f"keys {sorted(message)}", "is missing", suggest_turn(message, turns, mapping) or write)
     if not isinstance(role, str) or not role.strip():
         return place.problem(role_key, as_json(role), "is not the name of a role", "write system, user, assistant or tool")
     if mapping.roles is not None and (role := mapping.roles.get(role, role)) not in ROLES:
-        fix = f"name the role in spec.data.mapping.roles, as in {{{json.dumps(role)}: assistant}}"
-        return place.problem(
-            role_key, role, f"{role!r} is not a role of a chat and spec.data.mapping.roles does not name it", fix
-        )
+        reason = f"{role!r} is not a role of a chat and spec.data.mapping.roles does not name it"
+        return place.problem(role_key, role, reason, suggest_role(role))
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         return place.problem(
             f"{key}.tool_calls", as_json(calls), "is not a list of objects", "write a list of calls, or remove it"

@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from finetune_job.api.inputs import DataFormat
-from finetune_job.plan.mapping import MappingPlan
+from finetune_job.api.inputs import DataFormat, MappingPreset
+from finetune_job.plan.mapping import PRESETS, MappingPlan
 from finetune_trainer.data.records import ASSISTANT, KEYS, PREFERENCES, ROLES, Suggestion, example, is_pair_of_turns
 
 LONGEST_NAME = 128
@@ -22,6 +22,7 @@ ROLES_PATH = f"{_MAPPING}.roles."
 """Before a role of the records. Roles that templates know need none, so that other records stay as they are."""
 _PAIRS = "PromptCompletion"
 _ALPACA = ("instruction", "output")
+_SHARE_GPT = {f"{_MAPPING}.preset": MappingPreset.SHARE_GPT.value}
 _SHARE_GPT_TURN = ("from", "value")
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("prompt", "question", "instruction", "query", "problem", "user", "input", "source"),
@@ -39,6 +40,8 @@ _ROLES: Mapping[str, str] = {
     **dict.fromkeys(("function", "observation"), "tool"),
 }
 """What data sets call the roles of a chat."""
+_CALLS = frozenset({"function_call", "tool_call", "tool_calls"})
+"""Roles under which data sets write calls of tools as turns."""
 _MOST_ROLES = 8
 """That are named in one fix."""
 
@@ -62,15 +65,22 @@ def suggest_for_table(columns: Mapping[str, Any]) -> Suggestion:
     )
 
 
-def suggest_turn(message: Mapping[str, Any], mapping: MappingPlan) -> Suggestion | None:
-    """For turns that have no role by this name."""
+def suggest_turn(message: Mapping[str, Any], turns: Sequence[Any], mapping: MappingPlan) -> Suggestion | None:
+    """For a turn, one of `turns`, that has no role by this name."""
     if all(name in message for name in _SHARE_GPT_TURN):
         kept = {} if mapping.messages == "conversations" else {f"{_MAPPING}.messages": mapping.messages}
-        return _set({f"{_MAPPING}.preset": "ShareGPT", **kept})
+        return _share_gpt({**_SHARE_GPT, **kept}, turns)
     role, content = _first(message, "role"), _first(message, "content")
     if role is None or content is None:
         return None
     return _set({f"{_MAPPING}.role": role, f"{_MAPPING}.content": content})
+
+
+def suggest_role(role: str) -> Suggestion:
+    """For a role that no mapping names and no template knows."""
+    if _can_be_written(role) and (_is_call(role) or _meant([role])):
+        return _with_roles({}, [role])
+    return Suggestion(f"name the role in {_MAPPING}.roles, as in {{{json.dumps(role)}: {ASSISTANT}}}")
 
 
 def suggest_roles(roles: Sequence[str]) -> Suggestion | None:
@@ -78,11 +88,46 @@ def suggest_roles(roles: Sequence[str]) -> Suggestion | None:
     unknown = [role for role in roles if role not in ROLES and _can_be_written(role)][:_MOST_ROLES]
     if not unknown:
         return None
-    names = {role: _ROLES[role.strip().lower()] for role in unknown if role.strip().lower() in _ROLES}
-    if ASSISTANT in names.values() and len(names) == len(unknown):
-        return _set({f"{ROLES_PATH}{role}": name for role, name in names.items()})
+    names = _meant(unknown)
+    is_call = any(_is_call(role) for role in unknown)
+    if is_call or (ASSISTANT in names.values() and len(names) == len(unknown)):
+        return _with_roles({}, unknown)
     shown = json.dumps({role: names.get(role, ASSISTANT) for role in unknown[-1:]})
     return Suggestion(f"name the role of the answers in {_MAPPING}.roles, as in {shown}")
+
+
+def _meant(roles: Sequence[str]) -> dict[str, str]:
+    """Those of the roles that are other names for what templates know, with these."""
+    return {role: _ROLES[role.strip().lower()] for role in roles if role.strip().lower() in _ROLES}
+
+
+def _is_call(role: str) -> bool:
+    return role.strip().lower() in _CALLS
+
+
+def _with_roles(changes: Mapping[str, Any], unknown: Sequence[str]) -> Suggestion:
+    """`changes`, and names for the roles that templates do not know. No change by a program where a turn calls a tool: learnt as
+    words, a call is another thing.
+    """
+    named = {**changes, **{f"{ROLES_PATH}{role}": name for role, name in _meant(unknown).items()}}
+    calls = [role for role in unknown if _is_call(role)]
+    if not calls:
+        return _set(named)
+    as_words = _set({**named, **{f"{ROLES_PATH}{role}": ASSISTANT for role in calls}})
+    return Suggestion(
+        f"remove the records with such turns ({', '.join(calls)}): calls of tools are learnt from tool_calls of a turn, not from "
+        f"turns of their own; to learn these as plain words of the assistant, {as_words.fix}"
+    )
+
+
+def _share_gpt(changes: Mapping[str, Any], turns: Sequence[Any]) -> Suggestion:
+    """`changes`, the preset among them, and names for the roles of the turns that it does not know."""
+    role_key = _SHARE_GPT_TURN[0]
+    roles = [turn.get(role_key) for turn in turns if isinstance(turn, dict)]
+    known = PRESETS[MappingPreset.SHARE_GPT].roles or {}
+    written = dict.fromkeys(role for role in roles if isinstance(role, str) and _can_be_written(role))
+    unknown = [role for role in written if role not in known and role not in ROLES][:_MOST_ROLES]
+    return _with_roles(changes, unknown)
 
 
 def _can_be_written(name: str) -> bool:
@@ -127,7 +172,7 @@ def _turns(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | No
     for key, value in names.items():
         if _is_turns(value, _SHARE_GPT_TURN):
             kept = {} if key == "conversations" else {f"{_MAPPING}.messages": key}
-            return _set({**chat, f"{_MAPPING}.preset": "ShareGPT", **kept, **_further(names, "system", but="system")})
+            return _share_gpt({**chat, **_SHARE_GPT, **kept, **_further(names, "system", but="system")}, value)
         if _is_turns(value, ("role", "content")):
             if not _has_answer(value):
                 answer = _first(_texts(names), "completion")

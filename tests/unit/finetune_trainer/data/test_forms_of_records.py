@@ -144,6 +144,13 @@ FORMS = {
     "share-gpt as nobody configures it": ("a.jsonl", SHARE_GPT, {}, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
     "share-gpt as chats": ("a.jsonl", SHARE_GPT, CHATS, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
     "share-gpt in Parquet": ("a.parquet", SHARE_GPT, CHATS, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
+    "share-gpt with roles of other names": (
+        "a.jsonl",
+        [{"conversations": [{"from": "Human", "value": "q"}, {"from": "bot", "value": "a"}]}],
+        {},
+        "data-record-invalid",
+        [CHAT],
+    ),
     "turns of two sides": ("a.jsonl", [{"prompt": TURNS[:1], "completion": TURNS[1:]}], CHATS, None, [CHAT]),
     "turns of two sides as pairs": (
         "a.jsonl",
@@ -308,11 +315,55 @@ def test_a_mapping_of_chats(tmp_path, mapping, record, expected):
 
 
 def test_a_role_that_nobody_knows_is_refused_by_a_mapping_of_roles(tmp_path):
-    turns = [*SHARE_GPT[0]["conversations"], {"from": "function_call", "value": "{}"}]
+    turns = [*SHARE_GPT[0]["conversations"], {"from": "narrator", "value": "n"}]
     root = claim(tmp_path, "a.jsonl", [{"conversations": turns}])
     (finding,) = found_in(root, spec_of("a.jsonl", {**CHATS, "mapping": {"preset": "ShareGPT"}}))
     assert "conversations[2].from" in finding.message
-    assert 'spec.data.mapping.roles, as in {"function_call": assistant}' in finding.fix
+    assert finding.fix == 'name the role in spec.data.mapping.roles, as in {"narrator": assistant}'
+    assert finding.changes == ()
+
+
+CALLING = [
+    {"from": "human", "value": "q"},
+    {"from": "function_call", "value": '{"name": "f"}'},
+    {"from": "observation", "value": "1"},
+    {"from": "gpt", "value": "a"},
+]
+NOT_LEARNT = (
+    "remove the records with such turns (function_call): calls of tools are learnt from tool_calls of a turn, not from turns of "
+    "their own; to learn these as plain words of the assistant, set "
+)
+CALLED = f'{ASK}user\nq{END}\n{ASK}assistant\n[{{"name": "f"}}{END}]\n{ASK}tool\n1{END}\n{ASK}assistant\n[a{END}]\n'
+ROLES = "spec.data.mapping.roles"
+AS_WORDS = f"{ROLES}.function_call: assistant"
+
+
+@pytest.mark.parametrize(
+    ("record", "data", "words"),
+    [
+        ({"conversations": CALLING}, {}, f"spec.data.format: Chat and spec.data.mapping.preset: ShareGPT and {AS_WORDS}"),
+        ({"conversations": CALLING}, CHATS, f"spec.data.mapping.preset: ShareGPT and {AS_WORDS}"),
+        ({"conversations": CALLING}, {**CHATS, "mapping": {"preset": "ShareGPT"}}, AS_WORDS),
+        (
+            {"messages": CALLING},
+            CHATS,
+            f"spec.data.mapping.preset: ShareGPT and spec.data.mapping.messages: messages and {AS_WORDS}",
+        ),
+        (
+            {"messages": [{"role": turn["from"], "content": turn["value"]} for turn in CALLING]},
+            CHATS,
+            f"{ROLES}.human: user and {ROLES}.observation: tool and {ROLES}.gpt: assistant and {AS_WORDS}",
+        ),
+    ],
+)
+def test_calls_of_tools_as_turns_are_refused_at_the_first_answer(tmp_path, record, data, words):
+    root, spec = claim(tmp_path, "a.jsonl", [record]), spec_of("a.jsonl", data)
+    (finding,) = found_in(root, spec)
+    assert (finding.fix, finding.changes) == (NOT_LEARNT + words, ())
+    changes = {**by_words(finding.fix), "spec.data.chatTemplate": "ChatML"}
+    spec = applied(spec, [FieldChange(field=path, value=value) for path, value in changes.items()])
+    assert found_in(root, spec) == []
+    assert learnt(root, spec) == [CALLED]
 
 
 def test_rated_answers_are_refused_as_preferences_are(tmp_path):
