@@ -17,9 +17,18 @@ import typer
 
 from finetune_cli.answers import Output, errors_told, manifest_text, print_answer, signs_of_life, text_of
 from finetune_cli.change_verbs import change_app
-from finetune_cli.cluster_verbs import DEFAULT_CLAIMS, Context, Form, Namespace, cluster_app, explain_job
+from finetune_cli.cluster_verbs import (
+    DEFAULT_CLAIMS,
+    ClaimPaths,
+    Context,
+    Form,
+    Namespace,
+    cluster_app,
+    explain_job,
+    first_records,
+)
 from finetune_cli.exit_codes import ExitCode, LocalError
-from finetune_cli.local_verbs import ClaimPaths, ClaimsDirectory, local_app
+from finetune_cli.local_verbs import ClaimsDirectory, local_app
 
 if TYPE_CHECKING:
     from finetune_cli.checks.validate import Report
@@ -121,7 +130,7 @@ def validate(
     except InputError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(ExitCode.UNUSABLE) from error
-    records = _first_records(claims, claim)
+    records = first_records(claims, claim)
     if fix:
         if output is not Output.TEXT:
             typer.echo(
@@ -272,18 +281,6 @@ def explain(
         typer.echo(f"nothing is called {word}{suggestion}", err=True)
         raise typer.Exit(ExitCode.UNUSABLE)
     print_answer(output, lambda: explanations.explained_text(found), lambda: explanations.explained_document(word, found))
-
-
-def _first_records(claims: Path | None, claim: list[str] | None) -> FirstRecords | None:
-    """None if nobody says where they are and no run has left any."""
-    places = claims or DEFAULT_CLAIMS
-    if claims is None and not claim and not places.is_dir():
-        return None
-    from finetune_cli.commands.data import FirstRecords
-    from finetune_cli.local.claims import parse_claims
-
-    with errors_told():
-        return FirstRecords(places, parse_claims(claim or []), is_given=claims is not None or claim is not None)
 
 
 def _judged(report: Report, records: FirstRecords | None, show: Callable[[Report], None]) -> Report:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life, text_of
-from finetune_cli.cluster_verbs import Context, Form, JobName, Namespace
+from finetune_cli.cluster_verbs import ClaimPaths, Context, Form, JobName, Namespace, first_records
 from finetune_cli.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -17,6 +19,14 @@ if TYPE_CHECKING:
 
 change_app = typer.Typer()
 NewName = Annotated[str | None, typer.Option("--name", help="Name of the new job. Unset: the first of JOB-2, JOB-3, ...")]
+
+
+class RecordFormat(StrEnum):
+    """As DataFormat, whose module takes long to load."""
+
+    CHAT = "Chat"
+    PROMPT_COMPLETION = "PromptCompletion"
+    TEXT = "Text"
 
 
 @change_app.command()
@@ -208,27 +218,71 @@ def init(
     workspace: Annotated[str, typer.Option(help="Claim for checkpoints and prepared data.")] = "workspace",
     profile: Annotated[str | None, typer.Option(help="FineTuneProfile of the cluster. Unset: default.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the job. Unset: made from the model's.")] = None,
+    record_format: Annotated[
+        RecordFormat | None,
+        typer.Option(
+            "--format",
+            help="What a record holds. Unset: what the first records show if they are on this machine, else PromptCompletion.",
+        ),
+    ] = None,
+    claims: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory that holds a directory for each claim: the manifest is made for the first records there. "
+            "Unset: those in runs/claims, if there are any."
+        ),
+    ] = None,
+    claim: ClaimPaths = None,
     file: Annotated[Path | None, typer.Option("-f", "--filename", help="File to write. Unset: standard output.")] = None,
 ) -> None:
-    """Write a manifest that validates. On a terminal it asks for what is not given: model, data and devices.
+    """Write a manifest that validates, for the first records if they are on this machine. On a terminal it asks for what is not
+    given: model, data and devices, and for the format of records that are elsewhere.
 
-    Exit code: 0 written, 1 the rules refuse what was given, 2 something is missing, or the file exists.
+    Exit code: 0 written, 1 the rules or the first records refuse what was given, 2 something is missing, or the file exists.
     """
-    from finetune_cli.commands.init import Answers, ask, manifest_text, write_new
+    from finetune_cli.commands.init import Answers, ask, made_for, manifest_text, unseen, write_new
     from finetune_cli.render.verdicts import report_text
 
-    given = Answers(model, data, revision, data_revision, devices, nodes, destination, workspace, profile, name)
+    given = Answers(
+        model,
+        data,
+        revision,
+        data_revision,
+        devices,
+        nodes,
+        destination,
+        workspace,
+        profile,
+        name,
+        record_format and record_format.value,
+    )
+    records = first_records(claims, claim)
     with errors_told():
-        answers = ask(given, is_terminal=_is_terminal())
+        answers = ask(given, records, is_terminal=_is_terminal())
         text, report = manifest_text(answers)
+        if report.exit_code is ExitCode.DONE and records is not None:
+            text, report, told = made_for(text, records)
+            typer.echo("".join(f"{line}\n" for line in told), nl=False, err=True)
         if report.exit_code is not ExitCode.DONE:
             typer.echo(report_text(report), nl=False, err=True)
             raise typer.Exit(ExitCode.REFUSED)
-        if file is None:
-            typer.echo(text, nl=False)
-            return
-        write_new(file, text)
-    typer.echo(f"{file} is written; next: `finetune run {file}` on this machine, or `finetune submit {file}`", err=True)
+        if file is not None:
+            write_new(file, text)
+    if answers.format is None and unseen(answers, records):
+        typer.echo(
+            "the records are not found on this machine and are taken for PromptCompletion; give --format if they are not, or "
+            "--claims DIR if they are here",
+            err=True,
+        )
+    if file is None:
+        typer.echo(text, nl=False)
+        return
+    where = [
+        *(["--claims", str(claims)] if claims is not None else []),
+        *(word for each in claim or [] for word in ("--claim", each)),
+    ]
+    run = shlex.join(["finetune", "run", str(file), *where])
+    typer.echo(f"{file} is written; next: `{run}` on this machine, or `finetune submit {file}`", err=True)
 
 
 def _is_terminal() -> bool:

@@ -13,6 +13,7 @@ from finetune_job.names import Role
 
 if TYPE_CHECKING:
     from finetune_cli.cluster.objects import Cluster
+    from finetune_cli.commands.data import FirstRecords
     from finetune_cli.jobs.pod_logs import LogRequest
 
 DEFAULT_CLAIMS = Path("runs/claims")
@@ -26,6 +27,7 @@ Local = Annotated[bool, typer.Option("--local", help="Look at runs on this machi
 Claims = Annotated[
     Path | None, typer.Option(help="Directory that holds a directory for each claim; implies --local. Unset: runs/claims.")
 ]
+ClaimPaths = Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")]
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.")]
 
 
@@ -37,6 +39,18 @@ def _cluster(context: str | None, namespace: str | None) -> Cluster:
 
 def _say(message: str) -> None:
     typer.echo(message, err=True)
+
+
+def first_records(claims: Path | None, claim: list[str] | None) -> FirstRecords | None:
+    """Of the claims of this machine; None if nobody says where they are and no run has left any."""
+    places = claims or DEFAULT_CLAIMS
+    if claims is None and not claim and not places.is_dir():
+        return None
+    from finetune_cli.commands.data import FirstRecords
+    from finetune_cli.local.claims import parse_claims
+
+    with errors_told():
+        return FirstRecords(places, parse_claims(claim or []), is_given=claims is not None or claim is not None)
 
 
 @cluster_app.command("list")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life, text_of
-from finetune_cli.cluster_verbs import DEFAULT_CLAIMS, Claims, Context, Local
+from finetune_cli.cluster_verbs import DEFAULT_CLAIMS, ClaimPaths, Claims, Context, Local
 from finetune_cli.exit_codes import LocalError
 from finetune_job.api.enumerations import LARGEST_SHARD, Dtype, MergeBase
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 local_app = typer.Typer()
 
 ClaimsDirectory = Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")]
-ClaimPaths = Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")]
 RunNamespace = Annotated[str, typer.Option("-n", "--namespace", help="Namespace in the job's manifest.")]
 
 

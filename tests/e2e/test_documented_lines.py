@@ -20,8 +20,8 @@ from tests.support.cluster.errors import wait_until
 from tests.support.documented import ROOT, as_written
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(1800)]
-ANSWERS = "pvc://models/tiny-llama\npvc://data/train.jsonl\n2\n"
-"""Model, data, devices."""
+ANSWERS = "pvc://models/tiny-llama\npvc://data/train.jsonl\n2\n\n"
+"""Model, data, devices, and the usual format in case the records are not found."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A newcomer who holds only the pages: ten data sets as people have them, the manifest of docs/getting-started.md, and what the
+"""A newcomer who holds only the pages: data sets as people have them, the manifest of docs/getting-started.md, and what the
 product prints. Each data set is trained, or refused with a fix that works as it is written.
 
 The first answer to the slowest forms comes from a process that may not import torch, and is timed. Training is one step of one
@@ -68,6 +68,7 @@ DATA: dict[str, tuple[Source, Sequence[str], int]] = {
     # What is in the directory, the rules that refuse the page's manifest in this order, and how many records are trained on.
     "chat": (file("a.jsonl", {"messages": TURNS}, {"messages": [*TURNS, *TURNS]}), [], 2),
     "chat with parts": (file("a.jsonl", {"messages": PARTS}), [], 1),
+    "turns and an answer as a text": (file("a.jsonl", {"prompt": TURNS[:1], "completion": "a"}), [], 1),
     "ShareGPT": (
         file("a.json", {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}),
         ["data-record-invalid"],
@@ -77,6 +78,11 @@ DATA: dict[str, tuple[Source, Sequence[str], int]] = {
         file("a.json", {"instruction": "do", "input": "", "output": "done"}, {"instruction": "add", "input": "1", "output": "2"}),
         ["data-record-invalid"],
         2,
+    ),
+    "Alpaca with a rendered text": (
+        file("a.json", {"instruction": "q", "input": "", "output": "a", "text": "x"}),
+        ["data-record-invalid"],
+        1,
     ),
     "CSV with other headers": (file("a.csv", {"question": "q", "answer": "a"}), ["data-record-invalid"], 1),
     "Parquet": (file("a.parquet", {"prompt": "q", "completion": "a"}), ["data-record-invalid"], 1),

@@ -9,12 +9,16 @@ from typing import Any
 
 import typer
 
+from finetune_cli.checks.fix import fix
 from finetune_cli.checks.validate import Report, validate_files
+from finetune_cli.commands.data import FirstRecords
 from finetune_cli.documents import document_text
 from finetune_cli.exit_codes import LocalError
-from finetune_job.api.base import HubPath, parse_source
+from finetune_job.api.base import ClaimPath, HubPath, parse_source
+from finetune_job.api.inputs import DataFormat, DataSpec
 from finetune_job.api.training import TrainingSpec
 from finetune_job.names import API_VERSION, JOB_KIND, MAX_JOB_NAME
+from finetune_job.rules.rule import changes_text
 from finetune_job.rules.sources import commit_command
 
 _BATCH = TrainingSpec().global_batch_size
@@ -23,6 +27,8 @@ _QUESTIONS = {
     "data": ("Records to train on (hf://datasets/ORG/NAME, s3://..., or pvc://CLAIM/FILE)", "--data"),
 }
 _COMMIT = "Commit of {}, 40 digits (`{}` prints it)"
+_FORMAT = f"Format of the records ({', '.join(DataFormat)})"
+_NAME = "the manifest"
 HEAD = """\
 # A FineTuneJob. All that is not here has a default: `finetune explain spec.training` lists fields, and `finetune validate` says
 # what was chosen for them. The claims that it names must exist; on this machine they are directories below runs/claims.
@@ -43,9 +49,10 @@ class Answers:
     workspace: str = "workspace"
     profile: str | None = None
     name: str | None = None
+    format: str | None = None
 
 
-def ask(given: Answers, *, is_terminal: bool) -> Answers:
+def ask(given: Answers, records: FirstRecords | None = None, *, is_terminal: bool) -> Answers:
     """With answers to what is missing. Raises LocalError, without a terminal."""
     answers = given
     for field, (question, option) in _QUESTIONS.items():
@@ -60,7 +67,21 @@ def ask(given: Answers, *, is_terminal: bool) -> Answers:
     if answers.devices is None:
         devices = typer.prompt("GPUs of one node, or CPU ranks", default=1, type=int, err=True) if is_terminal else 1
         answers = replace(answers, devices=devices)
+    if answers.format is None and is_terminal and unseen(answers, records):
+        usual = DataSpec().format
+        answers = replace(answers, format=typer.prompt(_FORMAT, default=usual, type=DataFormat, err=True).value)
     return answers
+
+
+def unseen(answers: Answers, records: FirstRecords | None) -> bool:
+    """Whether the data to train on is not on this machine."""
+    try:
+        place = parse_source(answers.data or "")
+    except ValueError:
+        return False
+    if records is None or not isinstance(place, ClaimPath):
+        return True
+    return not (records.claim_paths.get(place.claim, records.claims / place.claim) / place.path).exists()
 
 
 def _with(answers: Answers, field: str, value: str) -> Answers:
@@ -86,7 +107,7 @@ def _on_hub(address: str) -> HubPath | None:
 def manifest_text(answers: Answers) -> tuple[str, Report]:
     """The manifest, and what the rules say of it."""
     name = answers.name or _name(answers.model or "")
-    data: dict[str, Any] = {"source": answers.data}
+    data: dict[str, Any] = {"source": answers.data, **({"format": answers.format} if answers.format else {})}
     model: dict[str, Any] = {"source": answers.model}
     for place, revision in ((model, answers.revision), (data, answers.data_revision)):
         if revision:
@@ -107,7 +128,16 @@ def manifest_text(answers: Answers) -> tuple[str, Report]:
     }
     document = {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": {"name": name}, "spec": spec}
     text = HEAD + document_text(document)
-    return text, validate_files([("the manifest", text)], None)
+    return text, validate_files([(_NAME, text)], None)
+
+
+def made_for(text: str, records: FirstRecords) -> tuple[str, Report, list[str]]:
+    """An accepted manifest as the first records need it, what there is to say of both, and what was changed or not looked at, in
+    words. Raises LocalError.
+    """
+    (fixed,) = fix([(_NAME, text)], records=records.findings)
+    told = [f"the first records need {changes_text(finding.changes)}" for _, finding in fixed.made]
+    return fixed.text, records.judged(validate_files([(_NAME, fixed.text)]), told.append), told
 
 
 def _name(model: str) -> str:

@@ -29,9 +29,10 @@ from finetune_trainer.data.records import (
     Suggestion,
     as_json,
     example,
+    is_pair_of_turns,
     kind,
 )
-from finetune_trainer.data.suggestions import rated_answers, suggest, suggest_turn
+from finetune_trainer.data.suggestions import rated_answers, suggest, suggest_role, suggest_turn
 
 
 def record_of(
@@ -48,8 +49,9 @@ def record_of(
         reason = f"is a JSON {kind(value)}, not an object"
         return place.problem("", json.dumps(value), reason, f"write {example(data_format)}")
     keys, all_keys = required_keys(data_format, mapping), keys_in_file or tuple(value)
-    if data_format is DataFormat.CHAT and not mapping.chat_of_pair and keys[0] not in value and _is_pair_of_turns(value, mapping):
-        keys = (mapping.prompt, mapping.completion)
+    sides = (mapping.prompt, mapping.completion)
+    if data_format is DataFormat.CHAT and keys[0] not in value and is_pair_of_turns(*map(value.get, sides)):
+        keys = sides
     for key in keys:
         if key not in value:
             return missing_key(place, key, value, data_format, mapping)
@@ -113,10 +115,6 @@ def _rated(place: RecordPosition, value: Mapping[str, Any]) -> RecordProblem:
         "undesired answers, too"
     )
     return replace(place.problem(LABEL, as_json(value[LABEL]), reason, rated_answers()), are_preferences=True)
-
-
-def _is_pair_of_turns(value: Mapping[str, Any], mapping: MappingPlan) -> bool:
-    return all(isinstance(value.get(key), list) for key in (mapping.prompt, mapping.completion))
 
 
 def _prompt(place: RecordPosition, prompt: str, value: Mapping[str, Any], mapping: MappingPlan) -> str | RecordProblem:
@@ -184,8 +182,8 @@ def _chat(
     """keys: of the turns, or of question and answer."""
     turns: list[Message] = []
     for key in keys:
-        is_answer = len(keys) == 1 or key == mapping.completion
-        found = _turns_at(place, key, value, mapping, is_answer=is_answer)
+        is_side = len(keys) > 1
+        found = _turns_at(place, key, value, mapping, is_side=is_side, is_answer=not is_side or key == mapping.completion)
         if isinstance(found, RecordProblem):
             return found
         turns += found
@@ -210,12 +208,12 @@ def _chat(
 
 
 def _turns_at(
-    place: RecordPosition, key: str, value: Mapping[str, Any], mapping: MappingPlan, *, is_answer: bool
+    place: RecordPosition, key: str, value: Mapping[str, Any], mapping: MappingPlan, *, is_side: bool, is_answer: bool
 ) -> list[Message] | RecordProblem:
-    """The turns of a chat, or of one side of it."""
+    """The turns of a chat, or of one side of it, which may be a text."""
     write = f"write {example(DataFormat.CHAT)}"
     messages = value[key]
-    if isinstance(messages, str) and mapping.chat_of_pair:
+    if isinstance(messages, str) and is_side:
         text = messages if is_answer else _prompt(place, messages, value, mapping)
         problem = (
             text
@@ -229,7 +227,7 @@ def _turns_at(
         return place.problem(key, "[]", "is empty, so there is nothing to learn", "remove the record or fill it in")
     turns = []
     for number, message in enumerate(messages):
-        turn = _turn(place, f"{key}[{number}]", message, write, mapping)
+        turn = _turn(place, f"{key}[{number}]", message, messages, mapping)
         if isinstance(turn, RecordProblem):
             return turn
         turns.append(turn)
@@ -249,20 +247,20 @@ def _system_turn(
     return [{"role": "system", "content": text}] if text else []
 
 
-def _turn(place: RecordPosition, key: str, message: Any, write: str, mapping: MappingPlan) -> Message | RecordProblem:
+def _turn(place: RecordPosition, key: str, message: Any, turns: Sequence[Any], mapping: MappingPlan) -> Message | RecordProblem:
+    """`message`, one of `turns`."""
+    write = f"write {example(DataFormat.CHAT)}"
     if not isinstance(message, dict):
         return place.problem(key, as_json(message), f"is a {kind(message)}, not an object", write)
     role, content, calls = message.get(mapping.role), message.get(mapping.content), message.get("tool_calls")
     role_key, content_key = f"{key}.{mapping.role}", f"{key}.{mapping.content}"
     if role is None:
-        return place.problem(role_key, f"keys {sorted(message)}", "is missing", suggest_turn(message, mapping) or write)
+        return place.problem(role_key, f"keys {sorted(message)}", "is missing", suggest_turn(message, turns, mapping) or write)
     if not isinstance(role, str) or not role.strip():
         return place.problem(role_key, as_json(role), "is not the name of a role", "write system, user, assistant or tool")
     if mapping.roles is not None and (role := mapping.roles.get(role, role)) not in ROLES:
-        fix = f"name the role in spec.data.mapping.roles, as in {{{json.dumps(role)}: assistant}}"
-        return place.problem(
-            role_key, role, f"{role!r} is not a role of a chat and spec.data.mapping.roles does not name it", fix
-        )
+        reason = f"{role!r} is not a role of a chat and spec.data.mapping.roles does not name it"
+        return place.problem(role_key, role, reason, suggest_role(role))
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         return place.problem(
             f"{key}.tool_calls", as_json(calls), "is not a list of objects", "write a list of calls, or remove it"

@@ -108,6 +108,12 @@ class RecordPosition:
         )
 
 
+def is_pair_of_turns(prompt: Any, completion: Any) -> bool:
+    """Whether the two sides make a chat: turns on both, or on one beside a text, which is one turn of its side."""
+    sides = (prompt, completion)
+    return any(isinstance(side, list) for side in sides) and all(isinstance(side, list | str) for side in sides)
+
+
 def called_name(call: Mapping[str, Any]) -> str:
     """Name of the tool in an element of `tool_calls` or of `tools`; empty where it names none in a way that templates know."""
     function = call.get("function")

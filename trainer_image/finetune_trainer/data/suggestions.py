@@ -11,9 +11,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from finetune_job.api.inputs import DataFormat
-from finetune_job.plan.mapping import MappingPlan
-from finetune_trainer.data.records import ASSISTANT, KEYS, PREFERENCES, ROLES, Suggestion, example
+from finetune_job.api.inputs import DataFormat, MappingPreset
+from finetune_job.plan.mapping import PRESETS, MappingPlan
+from finetune_trainer.data.records import ASSISTANT, KEYS, PREFERENCES, ROLES, Suggestion, example, is_pair_of_turns
 
 LONGEST_NAME = 128
 """Characters of a name in `data.mapping`."""
@@ -22,6 +22,7 @@ ROLES_PATH = f"{_MAPPING}.roles."
 """Before a role of the records. Roles that templates know need none, so that other records stay as they are."""
 _PAIRS = "PromptCompletion"
 _ALPACA = ("instruction", "output")
+_SHARE_GPT = {f"{_MAPPING}.preset": MappingPreset.SHARE_GPT.value}
 _SHARE_GPT_TURN = ("from", "value")
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("prompt", "question", "instruction", "query", "problem", "user", "input", "source"),
@@ -39,6 +40,8 @@ _ROLES: Mapping[str, str] = {
     **dict.fromkeys(("function", "observation"), "tool"),
 }
 """What data sets call the roles of a chat."""
+_CALLS = frozenset({"function_call", "tool_call", "tool_calls"})
+"""Roles under which data sets write calls of tools as turns."""
 _MOST_ROLES = 8
 """That are named in one fix."""
 
@@ -48,12 +51,7 @@ def suggest(key: str, names: Mapping[str, Any], data_format: DataFormat, mapping
     names = {name: value for name, value in names.items() if _can_be_written(name)}
     if all(name in names for name in PREFERENCES):
         return _preferences(names)
-    found = (
-        _turns(names, data_format)
-        or _other_format(names, data_format)
-        or _texts(names, data_format)
-        or _near(key, names, data_format, mapping)
-    )
+    found = _turns(names, data_format) or _columns(names, data_format) or _near(key, names, data_format, mapping)
     return found or Suggestion(f"write {example(data_format)}")
 
 
@@ -62,21 +60,27 @@ def suggest_for_table(columns: Mapping[str, Any]) -> Suggestion:
     names = {name: value for name, value in columns.items() if _can_be_written(name)}
     if all(name in names for name in PREFERENCES):
         return _preferences(names)
-    found = _other_format(names, DataFormat.CHAT) or _texts(names, DataFormat.CHAT)
-    return found or Suggestion(
+    return _columns(names, DataFormat.CHAT) or Suggestion(
         "write the chats as JSON Lines (.jsonl) or Parquet, or name the columns of question and answer in spec.data.mapping"
     )
 
 
-def suggest_turn(message: Mapping[str, Any], mapping: MappingPlan) -> Suggestion | None:
-    """For turns that have no role by this name."""
+def suggest_turn(message: Mapping[str, Any], turns: Sequence[Any], mapping: MappingPlan) -> Suggestion | None:
+    """For a turn, one of `turns`, that has no role by this name."""
     if all(name in message for name in _SHARE_GPT_TURN):
         kept = {} if mapping.messages == "conversations" else {f"{_MAPPING}.messages": mapping.messages}
-        return _set({f"{_MAPPING}.preset": "ShareGPT", **kept})
+        return _share_gpt({**_SHARE_GPT, **kept}, turns)
     role, content = _first(message, "role"), _first(message, "content")
     if role is None or content is None:
         return None
     return _set({f"{_MAPPING}.role": role, f"{_MAPPING}.content": content})
+
+
+def suggest_role(role: str) -> Suggestion:
+    """For a role that no mapping names and no template knows."""
+    if _can_be_written(role) and (_is_call(role) or _meant([role])):
+        return _with_roles({}, [role])
+    return Suggestion(f"name the role in {_MAPPING}.roles, as in {{{json.dumps(role)}: {ASSISTANT}}}")
 
 
 def suggest_roles(roles: Sequence[str]) -> Suggestion | None:
@@ -84,11 +88,46 @@ def suggest_roles(roles: Sequence[str]) -> Suggestion | None:
     unknown = [role for role in roles if role not in ROLES and _can_be_written(role)][:_MOST_ROLES]
     if not unknown:
         return None
-    names = {role: _ROLES[role.strip().lower()] for role in unknown if role.strip().lower() in _ROLES}
-    if ASSISTANT in names.values() and len(names) == len(unknown):
-        return _set({f"{ROLES_PATH}{role}": name for role, name in names.items()})
+    names = _meant(unknown)
+    is_call = any(_is_call(role) for role in unknown)
+    if is_call or (ASSISTANT in names.values() and len(names) == len(unknown)):
+        return _with_roles({}, unknown)
     shown = json.dumps({role: names.get(role, ASSISTANT) for role in unknown[-1:]})
     return Suggestion(f"name the role of the answers in {_MAPPING}.roles, as in {shown}")
+
+
+def _meant(roles: Sequence[str]) -> dict[str, str]:
+    """Those of the roles that are other names for what templates know, with these."""
+    return {role: _ROLES[role.strip().lower()] for role in roles if role.strip().lower() in _ROLES}
+
+
+def _is_call(role: str) -> bool:
+    return role.strip().lower() in _CALLS
+
+
+def _with_roles(changes: Mapping[str, Any], unknown: Sequence[str]) -> Suggestion:
+    """`changes`, and names for the roles that templates do not know. No change by a program where a turn calls a tool: learnt as
+    words, a call is another thing.
+    """
+    named = {**changes, **{f"{ROLES_PATH}{role}": name for role, name in _meant(unknown).items()}}
+    calls = [role for role in unknown if _is_call(role)]
+    if not calls:
+        return _set(named)
+    as_words = _set({**named, **{f"{ROLES_PATH}{role}": ASSISTANT for role in calls}})
+    return Suggestion(
+        f"remove the records with such turns ({', '.join(calls)}): calls of tools are learnt from tool_calls of a turn, not from "
+        f"turns of their own; to learn these as plain words of the assistant, {as_words.fix}"
+    )
+
+
+def _share_gpt(changes: Mapping[str, Any], turns: Sequence[Any]) -> Suggestion:
+    """`changes`, the preset among them, and names for the roles of the turns that it does not know."""
+    role_key = _SHARE_GPT_TURN[0]
+    roles = [turn.get(role_key) for turn in turns if isinstance(turn, dict)]
+    known = PRESETS[MappingPreset.SHARE_GPT].roles or {}
+    written = dict.fromkeys(role for role in roles if isinstance(role, str) and _can_be_written(role))
+    unknown = [role for role in written if role not in known and role not in ROLES][:_MOST_ROLES]
+    return _with_roles(changes, unknown)
 
 
 def _can_be_written(name: str) -> bool:
@@ -127,13 +166,20 @@ def rated_answers() -> Suggestion:
 def _turns(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
     """A list of turns under whatever key."""
     chat = {} if data_format is DataFormat.CHAT else {_FORMAT: "Chat"}
-    if all(_is_turns(names.get(key), ("role",)) for key in KEYS[DataFormat.PROMPT_COMPLETION]):
+    sides = [names.get(key) for key in KEYS[DataFormat.PROMPT_COMPLETION]]
+    if is_pair_of_turns(*sides) and all(isinstance(side, str) or _is_turns(side, ("role",)) for side in sides):
         return _set({**chat, _LOSS_ON: "Completion"})
     for key, value in names.items():
         if _is_turns(value, _SHARE_GPT_TURN):
             kept = {} if key == "conversations" else {f"{_MAPPING}.messages": key}
-            return _set({**chat, f"{_MAPPING}.preset": "ShareGPT", **kept, **_further(names, "system", but="system")})
+            return _share_gpt({**chat, **_SHARE_GPT, **kept, **_further(names, "system", but="system")}, value)
         if _is_turns(value, ("role", "content")):
+            if not _has_answer(value):
+                answer = _first(_texts(names), "completion")
+                if answer is None:
+                    continue
+                pair = {f"{_MAPPING}.prompt": key, f"{_MAPPING}.completion": answer}
+                return _set({**chat, **pair, _LOSS_ON: "Completion", **_further(names, "system")})
             kept = {} if key == "messages" else {f"{_MAPPING}.messages": key}
             return _set({**chat, **kept, **_further(names, "system")})
     return None
@@ -145,27 +191,59 @@ def _is_turns(value: Any, keys: tuple[str, ...]) -> bool:
     return all(isinstance(each, dict) and all(key in each for key in keys) for each in value)
 
 
+def _has_answer(turns: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one of the turns may be the assistant's, by whatever name."""
+    roles = [str(turn["role"]).strip().lower() for turn in turns]
+    return any(_ROLES.get(role, role) not in ROLES - {ASSISTANT} for role in roles)
+
+
+def _columns(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
+    """What needs no list of turns. A text comes behind question and answer: beside these it is what some template made of them,
+    in which nothing tells them apart.
+    """
+    return (
+        _alpaca(names, data_format)
+        or _other_format(names, data_format)
+        or _pair(_texts(names), data_format)
+        or _text(names, data_format)
+        or _pair(names, data_format)
+    )
+
+
+def _alpaca(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
+    if any(name not in names for name in _ALPACA):
+        return None
+    more = _further({name: value for name, value in names.items() if name not in _ALPACA}, "input", but="input")
+    return _as_pair(names, data_format, {f"{_MAPPING}.preset": "Alpaca", **more})
+
+
 def _other_format(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
     """The keys of another format, by its own names."""
-    for other, keys in KEYS.items():
-        if other is not data_format and all(name in names for name in keys):
+    for other in (DataFormat.CHAT, DataFormat.PROMPT_COMPLETION):
+        if other is not data_format and all(name in names for name in KEYS[other]):
             return Suggestion(f"set {_FORMAT}: {other.value}, which is what the record looks like", {_FORMAT: other.value})
     return None
 
 
-def _texts(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
-    """Prompt and completion, or a text, by names that are common for them."""
+def _pair(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
+    """Prompt and completion by names that are common for them."""
+    pair = {field: _first(names, field) for field in ("prompt", "completion")}
+    if not all(pair.values()):
+        return None
+    named = {f"{_MAPPING}.{field}": name for field, name in pair.items()}
+    more = _further({name: value for name, value in names.items() if name not in pair.values()}, "input")
+    return _as_pair(names, data_format, {**named, **more})
+
+
+def _as_pair(names: Mapping[str, Any], data_format: DataFormat, changes: Mapping[str, Any]) -> Suggestion:
+    """changes: that name the keys."""
     system = _further(names, "system")
     # Only chats have a system turn.
     wanted = DataFormat.CHAT if system else data_format if data_format is not DataFormat.TEXT else DataFormat.PROMPT_COMPLETION
-    changes: dict[str, Any] = {} if data_format is wanted else {_FORMAT: wanted.value}
-    if all(name in names for name in _ALPACA):
-        more = _further({name: value for name, value in names.items() if name not in _ALPACA}, "input", but="input")
-        return _set({**changes, f"{_MAPPING}.preset": "Alpaca", **more, **system})
-    pair = {field: _first(names, field) for field in ("prompt", "completion")}
-    if all(pair.values()):
-        more = _further({name: value for name, value in names.items() if name not in pair.values()}, "input")
-        return _set({**changes, **{f"{_MAPPING}.{field}": name for field, name in pair.items()}, **more, **system})
+    return _set({**({} if data_format is wanted else {_FORMAT: wanted.value}), **changes, **system})
+
+
+def _text(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
     text = _first(names, "text")
     if text is None:
         return None
@@ -178,10 +256,14 @@ def _first(names: Mapping[str, Any], field: str) -> str | None:
     return next((by_lower[name] for name in _NAMES[field] if name in by_lower), None)
 
 
+def _texts(names: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that hold texts, as far as values are known."""
+    return {name: value for name, value in names.items() if value is None or isinstance(value, str)}
+
+
 def _further(names: Mapping[str, Any], field: str, but: str = "") -> dict[str, str]:
     """The change that has a further text read, if the records have one. but: a name that is read without it."""
-    texts = {name: value for name, value in names.items() if value is None or isinstance(value, str)}
-    name = _first(texts, field)
+    name = _first(_texts(names), field)
     return {} if name in {None, but} else {f"{_MAPPING}.{field}": str(name)}
 
 

@@ -501,7 +501,23 @@ PRESET = {"format": "PromptCompletion", "mapping": {"preset": "Alpaca"}}
             PRESET,
             "fixed tuned: spec.data.mapping.preset: Alpaca (data-record-invalid)\n",
         ),
+        # As published: a template has made a text of the others.
+        (
+            [{**ALPACA[0], "text": "### do it: done"}],
+            {"format": "PromptCompletion"},
+            0,
+            PRESET,
+            "fixed tuned: spec.data.mapping.preset: Alpaca (data-record-invalid)\n",
+        ),
         (ALPACA, {"format": "alpaca"}, 0, PRESET, "mapping.preset: Alpaca (unreadable)\n"),
+        # Calls of tools as turns are told at once, and nothing is written that leads to the next refusal.
+        (
+            [{"conversations": [{"from": name, "value": "v"} for name in ("human", "function_call", "observation", "gpt")]}],
+            {"format": "Chat"},
+            1,
+            {"format": "Chat"},
+            "remove the records with such turns (function_call)",
+        ),
         # Not before the manifest can be read.
         (ALPACA, {"format": "jsonl"}, 2, {"format": "jsonl"}, "spec.data.format"),
         # What no change of the manifest can put right is told as plain validate tells it.

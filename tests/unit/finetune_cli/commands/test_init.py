@@ -10,9 +10,12 @@ import yaml
 from typer.testing import CliRunner
 
 from finetune_cli.app import app
+from finetune_cli.change_verbs import RecordFormat
 from finetune_cli.checks.validate import validate
-from finetune_cli.commands.init import Answers, ask, manifest_text
+from finetune_cli.commands.init import HEAD, Answers, ask, manifest_text
 from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_job.api.inputs import DataFormat
+from tests.unit.finetune_trainer.data.record_files import write
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 PLACES = ["--model", "pvc://models/base", "--data", "pvc://data/train.jsonl"]
@@ -68,7 +71,7 @@ def test_without_a_terminal_what_is_missing_is_named() -> None:
 
 def test_on_a_terminal_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    said = iter(["hf://org/name", "pvc://data/x.jsonl", COMMIT, 4])
+    said = iter(["hf://org/name", "pvc://data/x.jsonl", COMMIT, 4, DataFormat.CHAT])
 
     def answer(question: str, **_: object) -> object:
         asked.append(question.split(" (", maxsplit=1)[0])
@@ -77,8 +80,15 @@ def test_on_a_terminal_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(typer, "prompt", answer)
     answers = ask(Answers(None, None), is_terminal=True)
     assert (answers.model, answers.data, answers.revision, answers.devices) == ("hf://org/name", "pvc://data/x.jsonl", COMMIT, 4)
-    assert asked == ["Base model", "Records to train on", "Commit of hf://org/name, 40 digits", "GPUs of one node, or CPU ranks"]
-    assert manifest_text(answers)[1].exit_code is ExitCode.DONE
+    assert asked == [
+        "Base model",
+        "Records to train on",
+        "Commit of hf://org/name, 40 digits",
+        "GPUs of one node, or CPU ranks",
+        "Format of the records",
+    ]
+    text, report = manifest_text(answers)
+    assert (report.exit_code, yaml.safe_load(text)["spec"]["data"]["format"]) == (ExitCode.DONE, "Chat")
 
 
 @pytest.mark.parametrize(
@@ -93,3 +103,85 @@ def test_on_a_terminal_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_name_is_made_from_the_model(model: str, name: str) -> None:
     text, _ = manifest_text(Answers(model, "pvc://d"))
     assert yaml.safe_load(text)["metadata"]["name"] == name
+
+
+SHARE_GPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+PAIR = {"prompt": "q", "completion": "a"}
+ALPACA = {"instruction": "q", "input": "", "output": "a", "text": "x"}
+
+
+@pytest.mark.parametrize(
+    ("record", "given", "written", "told"),
+    [
+        (PAIR, [], {}, ""),
+        (CHAT, [], {"format": "Chat"}, "the first records need spec.data.format: Chat\n"),
+        (CHAT, ["--format", "Chat"], {"format": "Chat"}, ""),
+        (
+            SHARE_GPT,
+            [],
+            {"format": "Chat", "mapping": {"preset": "ShareGPT"}},
+            "the first records need spec.data.format: Chat, spec.data.mapping.preset: ShareGPT\n",
+        ),
+        (ALPACA, [], {"mapping": {"preset": "Alpaca"}}, "the first records need spec.data.mapping.preset: Alpaca\n"),
+        (ALPACA, ["--format", "Text"], {"format": "Text"}, ""),
+        (
+            PAIR,
+            ["--format", "Chat"],
+            {"format": "PromptCompletion"},
+            "the first records need spec.data.format: PromptCompletion\n",
+        ),
+    ],
+)
+@pytest.mark.parametrize("place", ["default", "--claims", "--claim"])
+def test_a_manifest_is_made_for_the_records_that_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, record: dict, given: list[str], written: dict, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    claims = tmp_path / ("runs/claims" if place == "default" else "here")
+    (claims / "data").mkdir(parents=True)
+    write(claims / "data/train.jsonl", [record])
+    where = {"default": [], "--claims": ["--claims", "here"], "--claim": ["--claim", "data=here/data"]}[place]
+    done = init(*PLACES, *given, *where, "-f", "i.yaml")
+    assert done.exit_code == 0, done.stderr
+    absent = {"default": "", "--claims": "here/models", "--claim": "runs/claims/models"}[place]
+    lines = done.stderr.splitlines(keepends=True)
+    assert "".join(line for line in lines if line.startswith("the first records")) == told
+    assert any("claim models" in line and absent in line for line in lines) == bool(absent)
+    assert "the records are not" not in done.stderr
+    assert lines[-1].startswith(f"i.yaml is written; next: `{' '.join(['finetune run i.yaml', *where])}` on this machine")
+    assert yaml.safe_load((tmp_path / "i.yaml").read_text())["spec"]["data"] == {"source": "pvc://data/train.jsonl", **written}
+    assert (tmp_path / "i.yaml").read_text().startswith(HEAD)
+    judged = CliRunner().invoke(app, ["validate", "-f", "i.yaml", *where])
+    assert (judged.exit_code, "data-record" in judged.output) == (0, False), judged.output
+
+
+def test_records_that_no_manifest_puts_right_are_told_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/claims/data").mkdir(parents=True)
+    write(tmp_path / "runs/claims/data/train.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b"}])
+    done = init(*PLACES, "-f", "i.yaml")
+    assert (done.exit_code, (tmp_path / "i.yaml").exists()) == (1, False)
+    assert "error: data-preference-pairs" in done.stderr
+
+
+@pytest.mark.parametrize("places", [PLACES, [*PLACES[:3], "s3://bucket/data"]])
+def test_of_records_that_are_not_here_the_format_is_told_or_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/claims/data").mkdir(parents=True)
+    done = init(*places)
+    assert (done.exit_code, "format" in yaml.safe_load(done.stdout)["spec"]["data"]) == (0, False)
+    assert done.stderr == (
+        "the records are not found on this machine and are taken for PromptCompletion; give --format if they are not, or "
+        "--claims DIR if they are here\n"
+    )
+    done = init(*places, "--format", "Chat")
+    assert (done.exit_code, yaml.safe_load(done.stdout)["spec"]["data"]["format"], done.stderr) == (0, "Chat", "")
+
+
+def test_formats_are_those_of_the_manifest() -> None:
+    assert [each.value for each in RecordFormat] == [each.value for each in DataFormat]

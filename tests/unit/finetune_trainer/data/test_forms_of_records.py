@@ -7,6 +7,7 @@ import datasets
 import pytest
 import yaml
 
+from finetune_job.api.inputs import DataFormat
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.finding import FieldChange
 from finetune_job.plan.resolve import resolve
@@ -15,6 +16,7 @@ from finetune_job.rules.book import evaluate
 from finetune_job.rules.rule import RuleContext
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.read import record_files
+from finetune_trainer.data.records import example
 from finetune_trainer.data.source_files import split_of
 from tests.unit.finetune_job.rules.manifests import applied, manifest
 from tests.unit.finetune_trainer.data.record_files import write
@@ -25,6 +27,7 @@ ASK, END = "<|im_start|>", "<|im_end|>"
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 CHAT = f"{ASK}user\nq{END}\n{ASK}assistant\n[a{END}]\n"
 ALPACA = [{"instruction": "do", "input": "", "output": "done"}, {"instruction": "add", "input": "1, 2", "output": "3"}]
+RENDERED = [{"instruction": "q", "input": "", "output": "a", "text": "# q a"}]
 SHARE_GPT = [{"system": "be", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}]
 PARTS = [{"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in "xy"]}, TURNS[1]]}]
 PAIRS = [{"question": "q", "answer": "a"}]
@@ -120,13 +123,63 @@ FORMS = {
         "data-record-invalid",
         [CHAT.replace("user\nq", "user\ndo").replace("[a", "[done")],
     ),
+    "Alpaca with a rendered text": ("a.jsonl", RENDERED, {}, "data-record-invalid", [f"q\n[a{END}]"]),
+    "Alpaca with a rendered text as chats": ("a.jsonl", RENDERED, CHATS, "data-record-invalid", [CHAT]),
+    "Alpaca with a rendered text as texts": ("a.jsonl", RENDERED, {"format": "Text"}, None, [f"#[ q a{END}]"]),
+    "Alpaca with a rendered prompt": (
+        "a.jsonl",
+        [{"instruction": "q", "input": "", "output": "a", "prompt": "# q", "completion": "a"}],
+        CHATS,
+        "data-record-invalid",
+        [CHAT],
+    ),
+    "question and answer with a rendered text": (
+        "a.jsonl",
+        [{"question": "q", "answer": "a", "text": "# q a"}],
+        CHATS,
+        "data-record-invalid",
+        [CHAT],
+    ),
+    "a text with a label": ("a.jsonl", [{"text": "t", "source": "web", "target": 1}], {}, "data-record-invalid", [f"t[{END}]"]),
     "share-gpt as nobody configures it": ("a.jsonl", SHARE_GPT, {}, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
     "share-gpt as chats": ("a.jsonl", SHARE_GPT, CHATS, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
     "share-gpt in Parquet": ("a.parquet", SHARE_GPT, CHATS, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
+    "share-gpt with roles of other names": (
+        "a.jsonl",
+        [{"conversations": [{"from": "Human", "value": "q"}, {"from": "bot", "value": "a"}]}],
+        {},
+        "data-record-invalid",
+        [CHAT],
+    ),
     "turns of two sides": ("a.jsonl", [{"prompt": TURNS[:1], "completion": TURNS[1:]}], CHATS, None, [CHAT]),
     "turns of two sides as pairs": (
         "a.jsonl",
         [{"prompt": TURNS[:1], "completion": TURNS[1:]}],
+        {},
+        "data-record-invalid",
+        [CHAT],
+    ),
+    "turns and a text": ("a.jsonl", [{"prompt": TURNS[:1], "completion": "a"}], CHATS, None, [CHAT]),
+    "turns and a text as pairs": ("a.jsonl", [{"prompt": TURNS[:1], "completion": "a"}], {}, "data-record-invalid", [CHAT]),
+    "turns and a text as texts": (
+        "a.jsonl",
+        [{"prompt": TURNS[:1], "completion": "a"}],
+        {"format": "Text"},
+        "data-record-invalid",
+        [CHAT],
+    ),
+    "turns and a text in Parquet": ("a.parquet", [{"prompt": TURNS[:1], "completion": "a"}], CHATS, None, [CHAT]),
+    "a text and turns": ("a.jsonl", [{"prompt": "q", "completion": TURNS[1:]}], CHATS, None, [CHAT]),
+    "turns and a text of another name": (
+        "a.jsonl",
+        [{"prompt": TURNS[:1], "answer": "a", "id": "1"}],
+        CHATS,
+        "data-record-invalid",
+        [CHAT],
+    ),
+    "turns and a text of another name in Parquet as pairs": (
+        "a.parquet",
+        [{"question": TURNS[:1], "answer": "a"}],
         {},
         "data-record-invalid",
         [CHAT],
@@ -262,11 +315,55 @@ def test_a_mapping_of_chats(tmp_path, mapping, record, expected):
 
 
 def test_a_role_that_nobody_knows_is_refused_by_a_mapping_of_roles(tmp_path):
-    turns = [*SHARE_GPT[0]["conversations"], {"from": "function_call", "value": "{}"}]
+    turns = [*SHARE_GPT[0]["conversations"], {"from": "narrator", "value": "n"}]
     root = claim(tmp_path, "a.jsonl", [{"conversations": turns}])
     (finding,) = found_in(root, spec_of("a.jsonl", {**CHATS, "mapping": {"preset": "ShareGPT"}}))
     assert "conversations[2].from" in finding.message
-    assert 'spec.data.mapping.roles, as in {"function_call": assistant}' in finding.fix
+    assert finding.fix == 'name the role in spec.data.mapping.roles, as in {"narrator": assistant}'
+    assert finding.changes == ()
+
+
+CALLING = [
+    {"from": "human", "value": "q"},
+    {"from": "function_call", "value": '{"name": "f"}'},
+    {"from": "observation", "value": "1"},
+    {"from": "gpt", "value": "a"},
+]
+NOT_LEARNT = (
+    "remove the records with such turns (function_call): calls of tools are learnt from tool_calls of a turn, not from turns of "
+    "their own; to learn these as plain words of the assistant, set "
+)
+CALLED = f'{ASK}user\nq{END}\n{ASK}assistant\n[{{"name": "f"}}{END}]\n{ASK}tool\n1{END}\n{ASK}assistant\n[a{END}]\n'
+ROLES = "spec.data.mapping.roles"
+AS_WORDS = f"{ROLES}.function_call: assistant"
+
+
+@pytest.mark.parametrize(
+    ("record", "data", "words"),
+    [
+        ({"conversations": CALLING}, {}, f"spec.data.format: Chat and spec.data.mapping.preset: ShareGPT and {AS_WORDS}"),
+        ({"conversations": CALLING}, CHATS, f"spec.data.mapping.preset: ShareGPT and {AS_WORDS}"),
+        ({"conversations": CALLING}, {**CHATS, "mapping": {"preset": "ShareGPT"}}, AS_WORDS),
+        (
+            {"messages": CALLING},
+            CHATS,
+            f"spec.data.mapping.preset: ShareGPT and spec.data.mapping.messages: messages and {AS_WORDS}",
+        ),
+        (
+            {"messages": [{"role": turn["from"], "content": turn["value"]} for turn in CALLING]},
+            CHATS,
+            f"{ROLES}.human: user and {ROLES}.observation: tool and {ROLES}.gpt: assistant and {AS_WORDS}",
+        ),
+    ],
+)
+def test_calls_of_tools_as_turns_are_refused_at_the_first_answer(tmp_path, record, data, words):
+    root, spec = claim(tmp_path, "a.jsonl", [record]), spec_of("a.jsonl", data)
+    (finding,) = found_in(root, spec)
+    assert (finding.fix, finding.changes) == (NOT_LEARNT + words, ())
+    changes = {**by_words(finding.fix), "spec.data.chatTemplate": "ChatML"}
+    spec = applied(spec, [FieldChange(field=path, value=value) for path, value in changes.items()])
+    assert found_in(root, spec) == []
+    assert learnt(root, spec) == [CALLED]
 
 
 def test_rated_answers_are_refused_as_preferences_are(tmp_path):
@@ -305,6 +402,13 @@ def test_roles_that_may_mean_anything_are_not_mapped_by_a_program(tmp_path):
     assert "its roles are 'north', 'south'" in finding.message
     assert finding.fix == 'name the role of the answers in spec.data.mapping.roles, as in {"south": "assistant"}'
     assert finding.changes == ()
+
+
+def test_turns_without_an_answer_are_not_mapped(tmp_path):
+    root = claim(tmp_path, "a.jsonl", [{"prompt": TURNS[:1], "id": 1}])
+    (finding,) = found_in(root, spec_of("a.jsonl", CHATS))
+    assert (finding.fix, finding.changes) == (f"write {example(DataFormat.CHAT)}", ())
+    assert "key 'messages' is missing" in finding.message
 
 
 @pytest.mark.parametrize("name", ["promt\udc80", "promt\n", "prompt" * 22])

@@ -79,6 +79,7 @@ def test_a_table_holds_no_chats(tmp_path):
         (["prompt", "completion"], {"spec.data.format": "PromptCompletion"}),
         (["question", "answer"], {"spec.data.mapping.prompt": "question", "spec.data.mapping.completion": "answer"}),
         (["instruction", "input", "output"], {"spec.data.mapping.preset": "Alpaca"}),
+        (["instruction", "input", "output", "text"], {"spec.data.mapping.preset": "Alpaca"}),
         (["text"], {"spec.data.format": "Text"}),
     ],
 )
