@@ -190,10 +190,7 @@ RANGES = (
     "Dropout leaves most of an adapter's input",
     severity="warning",
     reads=(f"{_LORA}.loraDropout", "method.settings", "method.type"),
-    sources=(
-        "Hu et al., 2021, LoRA, table 11: a dropout of 0.1",
-        "Dettmers et al., 2023, QLoRA, appendix B: 0.05 and 0.1",
-    ),
+    sources=("QLoRA's repository, artidoro/qlora: scripts/finetune_guanaco_7b.sh (lora_dropout 0.1)",),
     holds_for=OURS,
     needs_human=True,
     not_reproduced="it still trains, on a noisier input",

@@ -159,10 +159,7 @@ UNUSUAL = (
         BELOW_1,
         "the learning rate still rises in more than half of the steps, and most of them train with less than was chosen",
         'a usual share, from "0" to "0.1"',
-        (
-            "Dettmers et al., 2023, QLoRA, appendix B: a warm-up of 0.03",
-            "Hu et al., 2021, LoRA, table 9: a warm-up of 0.06",
-        ),
+        ("QLoRA's repository, artidoro/qlora: scripts/finetune_guanaco_7b.sh (warmup_ratio 0.03)",),
         "it still trains, with smaller steps than were chosen",
     ),
     Unusual(
@@ -174,7 +171,7 @@ UNUSUAL = (
         "each step multiplies what is trained by 1 - rate x decay, and above 1 this pull to 0 outweighs what most data teaches",
         'a usual decay, from "0" to "0.1"',
         (
-            "Hu et al., 2021, LoRA, table 11: a decay of 0.01",
+            "QLoRA's repository, artidoro/qlora: scripts/finetune_guanaco_7b.sh (weight_decay 0.0)",
             "Touvron et al., 2023, Llama 2, section 3: a decay of 0.1 where all weights are trained",
         ),
         "the tests' runs are too short for a decay that erases nothing at once",
