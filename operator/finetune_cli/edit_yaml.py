@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import CommentMark, YAMLError
 from ruamel.yaml.resolver import VersionedResolver
-from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString, PlainScalarString
 from ruamel.yaml.tokens import CommentToken
 
 from finetune_cli.documents import DocumentError, Loader, read_documents
@@ -257,8 +257,9 @@ def _new(value: Any) -> Any:
     return _scalar(value)
 
 
-def _scalar(value: Any) -> str:
+def _scalar(value: Any) -> Any:
+    # ruamel would give a mere text the quotes of the value whose place it takes.
     if not isinstance(value, str):
-        return json.dumps(value)
+        return PlainScalarString(json.dumps(value))
     is_plain = _PLAIN.fullmatch(value) and isinstance(yaml.load(value, Loader=Loader), str)  # noqa: S506 - a safe loader
-    return value if is_plain else DoubleQuotedScalarString(value)
+    return PlainScalarString(value) if is_plain else DoubleQuotedScalarString(value)

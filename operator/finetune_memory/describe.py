@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from finetune_job.api.parallelism import AutoWrapPolicy
+from finetune_job.finding import Finding
 from finetune_job.module_names import is_embedding, is_router
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.run_plan import RunPlan
-from finetune_memory.adapters import trained_parameters
+from finetune_memory.adapters import quantised, trained_parameters
 from finetune_memory.families import PARAMETERS_BY_TYPE, base_parameters, layer_class
 from finetune_memory.layers import layer_names
 from finetune_memory.model_shape import Kind, ModelShape, ParameterShape, UnknownModelError, facts_of, text_config
+from finetune_memory.packed_experts import experts_not_packed, packing
 from finetune_memory.sharding import unit_names
 
 CONFIG_FILE = "config.json"
@@ -100,6 +102,17 @@ def number_of_weights(path: Path) -> int:
     """Values of a model as it is published. Raises UnknownModelError."""
     files = read_model(path)
     return sum(each.numel for each in _base(files, files.stored))
+
+
+def experts_told(plan: RunPlan, path: Path) -> Finding | None:
+    """Whether QLoRA leaves experts of a model as they are, of which config.json alone says enough. Raises UnknownModelError."""
+    if plan.method.quantization is None:
+        return None
+    files = read_model(path)
+    dtype = resolve_elements(plan, files.stored).load
+    base = _base(files, dtype)
+    held, _ = quantised(base, plan.method.quantization, dtype)
+    return experts_not_packed(plan.method, packing(base, held), dtype)
 
 
 def model_shape(plan: RunPlan, files: ModelMetadata) -> ModelShape:

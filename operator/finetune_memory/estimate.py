@@ -16,6 +16,7 @@ from finetune_memory.layers import Layer, read_layers
 from finetune_memory.loss import loss_bytes
 from finetune_memory.model_shape import LINEAR, ModelShape, ParameterShape, Workload
 from finetune_memory.optimizers import state_bytes
+from finetune_memory.packed_experts import packing
 from finetune_memory.sharding import Unit, gathered_bytes, reduced_bytes, shards, units_of
 
 CONTEXT_BYTES = 1 << 30
@@ -153,10 +154,9 @@ class _Estimator:
         quantization, load = self.plan.method.quantization, self.elements.load
         if quantization is None:
             return f"as {load}"
-        frozen = [pair for pair in zip(self.shape.parameters, self.held.parameters, strict=True) if not pair[0].is_trained]
-        packed = sum(base.numel for base, held in frozen if held is not base)
-        share = packed / max(sum(base.numel for base, _ in frozen), 1)
-        return f"{share:.1%} of its values in {quantization.bits} bits, the rest as {load}"
+        found = packing(self.shape.parameters, self.held.parameters)
+        experts = f": {found.expert_share:.1%} are experts, which are not packed" if found.experts else ""
+        return f"{found.packed_share:.1%} of its values in {quantization.bits} bits, the rest as {load}{experts}"
 
     def _state_bytes(self) -> int:
         return state_bytes(self.plan.training, self.kept.trained_elements, self.kept.trained_tensors)

@@ -105,7 +105,7 @@ class FirstRecords:
         directories = local_claims(plan, self.claims, self.claim_paths)
         seen = self._look(plan, directories)
         outcome = DocumentOutcome.REFUSED if seen.is_refused else verdict.outcome
-        findings = (*verdict.findings, *_too_large(verdict, plan, directories), *seen.findings)
+        findings = (*verdict.findings, *_too_large(verdict, plan, directories), *_experts(plan, directories), *seen.findings)
         return replace(verdict, outcome=outcome, findings=findings)
 
     def _look(self, plan: RunPlan, directories: Mapping[str, Path]) -> Look:
@@ -151,6 +151,21 @@ def _too_large(verdict: DocumentVerdict, plan: RunPlan, directories: Mapping[str
 
     try:
         found = large_on_cpu(verdict.plan, number_of_weights(directories[location.claim] / location.path))
+    except (UnknownModelError, ValueError):  # of which others tell
+        return []
+    return [] if found is None else [found]
+
+
+def _experts(plan: RunPlan, directories: Mapping[str, Path]) -> list[Finding]:
+    """A warning if QLoRA packs little of a mixture of experts."""
+    location = plan.model.location
+    if plan.method.quantization is None or location.claim not in directories:
+        return []
+    from finetune_memory.describe import experts_told
+    from finetune_memory.model_shape import UnknownModelError
+
+    try:
+        found = experts_told(plan, directories[location.claim] / location.path)
     except (UnknownModelError, ValueError):  # of which others tell
         return []
     return [] if found is None else [found]

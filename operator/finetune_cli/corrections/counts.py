@@ -10,6 +10,8 @@ from finetune_cli.corrections.wrong_field import letters
 MICRO_BATCH = ("microbatchsize", "perdevicetrainbatchsize", "perdevicebatchsize", "microbatch")
 PROCESSES = ("processespernode", "numgpus", "gpus", "gpuspernode", "nprocpernode", "numgpuspernode", "ngpus", "devices")
 NODES = ("nodes", "numnodes", "nnodes", "nummachines", "workers")
+STEPS = ("maxsteps", "steps", "numsteps", "maxtrainsteps", "trainsteps", "numtrainingsteps")
+EPOCHS = ("epochs", "numtrainepochs", "numepochs", "maxepochs", "epoch")
 TOTALS = ("globalbatchsize", "numprocesses", "worldsize", "numranks")
 """Of sequences and of ranks; of ranks tools differ, some mean those of one node."""
 MOST_COUNTED = 1_000_000
@@ -36,3 +38,11 @@ def count(value: Any) -> int | None:
     except (ValueError, OverflowError):
         return None
     return int(number) if 0 < number <= MOST_COUNTED and number == int(number) else None
+
+
+def is_at_most_0(value: Any) -> bool:
+    """Whether a number is written, in quotes or not, that counts nothing."""
+    try:
+        return isinstance(value, int | float | str) and not isinstance(value, bool) and float(value) <= 0
+    except (ValueError, OverflowError):
+        return False

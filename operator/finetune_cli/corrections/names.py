@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from finetune_cli.corrections.counts import EPOCHS, STEPS, is_at_most_0, values_of
 from finetune_cli.corrections.other_tools import answer
 from finetune_cli.corrections.proposals import proposals
 from finetune_cli.corrections.reasons import REFUSED_WORDS, accepted_words, listed
@@ -47,13 +48,27 @@ _MEANT: Mapping[str, Mapping[str, Place]] = {
 
 def all_proposals(wrong: WrongField) -> Iterator[Proposal]:
     """For any wrong field, the likeliest first."""
+    yield from _no_steps(wrong)
     match wrong.kind:
         case "extra_forbidden":
-            return _unknown(wrong)
+            yield from _unknown(wrong)
         case "enum" | "literal_error":
-            return _words(wrong)
+            yield from _words(wrong)
         case _:
-            return proposals(wrong)
+            yield from proposals(wrong)
+
+
+def _no_steps(wrong: WrongField) -> Iterator[Proposal]:
+    """A number of steps by which transformers means that none is set: -1, its default, or another one that is not above 0."""
+    is_steps = wrong.place[:1] == ("spec",) and letters(str(wrong.place[-1])) in STEPS and is_at_most_0(wrong.value)
+    if wrong.model is not FineTuneJob or not is_steps:
+        return
+    has_epochs = any(True for _ in values_of(wrong.content["spec"], EPOCHS))
+    length = "the length is spec.training.epochs" if has_epochs else "set spec.training.epochs, the passes over the data"
+    reason = "" if wrong.kind == "extra_forbidden" else "is no number of steps"
+    yield Proposal(
+        f"leave it out: 0 and less mean that no steps are set; {length}", wrong.place, None, is_certain=True, message=reason
+    )
 
 
 def _unknown(wrong: WrongField) -> Iterator[Proposal]:

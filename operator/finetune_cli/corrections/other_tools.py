@@ -7,7 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune_cli.corrections.counts import MICRO_BATCH, MOST_COUNTED, NODES, PROCESSES, TOTALS, count, counts_of, values_of
+from finetune_cli.corrections.counts import (
+    EPOCHS,
+    MICRO_BATCH,
+    MOST_COUNTED,
+    NODES,
+    PROCESSES,
+    STEPS,
+    TOTALS,
+    count,
+    counts_of,
+    values_of,
+)
 from finetune_cli.corrections.words import ATTENTIONS, DTYPES, FP8, NO_PREFERENCES, OPTIMIZERS, PRECISIONS, SCHEDULERS
 from finetune_cli.corrections.wrong_field import letters
 from finetune_job.api.inputs import LossOn
@@ -203,8 +214,8 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     (("batch_size", "train_batch_size", "total_batch_size"), lambda value, _spec: Equivalent(
         "write spec.training.globalBatchSize for the sequences of a step over all ranks, or spec.training.microBatchSize for "
         "those of one rank at a time", {"training.globalBatchSize": value})),
-    (("num_train_epochs", "num_epochs", "max_epochs", "epoch"), _same("training.epochs")),
-    (("steps", "num_steps", "max_train_steps", "train_steps", "num_training_steps"), _same("training.maxSteps")),
+    (EPOCHS, _same("training.epochs")),
+    (STEPS, _same("training.maxSteps")),
     (("lr_scheduler_type", "lr_scheduler", "scheduler_type"), _words("training.scheduler", SCHEDULERS, "Cosine")),
     (("optim", "optimizer_name"), _words("training.optimizer", OPTIMIZERS, "AdamW")),
     (("warmup_steps", "num_warmup_steps"), _warmup_steps),

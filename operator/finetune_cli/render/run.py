@@ -16,7 +16,7 @@ from finetune_cli.local.role_output import SaidLine
 from finetune_cli.local.summary import Summary
 from finetune_cli.render.signs_of_life import SILENCE_SECONDS, SignsOfLife
 from finetune_cli.render.verdicts import finding_text
-from finetune_job.failures import Outcome, TerminationReport
+from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.names import Role
 from finetune_job.progress import Progress
 
@@ -108,10 +108,12 @@ class LiveView:
             self._task = None
         self._signs.doing("")
         said = f": {report.message}" if report.message else ""
-        kind = f" ({report.failure})" if report.failure else ""
+        is_interrupted = report.failure is FailureClass.PREEMPTED
+        kind = f" ({report.failure})" if report.failure and not is_interrupted else ""
+        ending = "interrupted" if is_interrupted else _ending(report.outcome)
         if report.role == Role.PREFLIGHT and "rehearsal" in report.facts:
             said += f"; rehearsal: {report.facts['rehearsal']}"
-        self._print(f"{self._job}: {report.role} {_ending(report.outcome)}{kind} after {seconds:.1f} s{said}")
+        self._print(f"{self._job}: {report.role} {ending}{kind} after {seconds:.1f} s{said}")
         for finding in report.findings:
             self._print(finding_text(finding))
         # Findings carry their own fixes; the hint repeats the first.

@@ -143,6 +143,60 @@ def _range_rule(module: str, row: Range) -> Rule:
     return check
 
 
+@dataclass(frozen=True)
+class Unusual:
+    """A number that works and is far from those with which people train."""
+
+    rule: str
+    title: str
+    field: str
+    """Path under `spec`."""
+    bounds: Bounds
+    """Within them nothing is said."""
+    told_otherwise: Bounds
+    """Beyond these another rule refuses it."""
+    message: str
+    """What happens beyond the bounds."""
+    usual: str
+    """After "write"."""
+    sources: tuple[str, ...]
+    not_reproduced: str
+
+
+def unusual_rules(module: str, rows: Iterable[Unusual]) -> tuple[Rule, ...]:
+    """The rule of each row. `module`: name of the topic module that holds the rows."""
+    return tuple(_unusual_rule(module, row) for row in rows)
+
+
+def _unusual_rule(module: str, row: Unusual) -> Rule:
+    field = spec_field(row.field)
+
+    @rule(
+        row.rule,
+        row.title,
+        severity="warning",
+        reads=(row.field,),
+        sources=row.sources,
+        holds_for=OURS,
+        needs_human=True,
+        not_reproduced=row.not_reproduced,
+        module=module,
+    )
+    def check(context: RuleContext) -> Problem | None:
+        written = field.read(context.spec)
+        if written is None or row.bounds.hold(written) or not row.told_otherwise.hold(written):
+            return None
+        return Problem(
+            field=row.field,
+            value=written,
+            message=row.message,
+            fix=f"write {row.usual}, or remove {row.field}",
+            changes={row.field: None},
+        )
+
+    return check
+
+
 SAME_PLAN = Reproduction(
     "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
     "no error: the run's plan is the same with and without it",

@@ -7,6 +7,7 @@ from typing import Any
 NO_COMMIT = "0" * 40
 T, D, M, L, F = "spec.training.", "spec.data.", "spec.model.", "spec.method.lora.", "spec.parallelism.fsdp."
 CERTAIN, PROPOSED = True, False
+NO_STEPS = "leave it out: 0 and less mean that no steps are set; "
 MISTAKES: list[tuple[str, Any, bool, str, dict[str, Any]]] = [
     # Misspelt, mis-cased, or in another place
     ("spec.checkpont", {"everySteps": 5}, CERTAIN, "write checkpoint", {"spec.checkpoint": {"everySteps": 5}}),
@@ -52,6 +53,16 @@ MISTAKES: list[tuple[str, Any, bool, str, dict[str, Any]]] = [
     (T + "learning_rate", 0.0002, CERTAIN, 'write learningRate, as learningRate: "0.0002"', {T + "learningRate": "0.0002"}),
     (T + "maxSteps", "12", CERTAIN, "write 12, a whole number without quotes", {T + "maxSteps": 12}),
     (T + "maxSteps", 1e3, CERTAIN, "write 1000, a whole number without quotes", {T + "maxSteps": 1000}),
+    # transformers' default, which sets nothing
+    (T[:-1], {"max_steps": -1}, CERTAIN, NO_STEPS + "set spec.training.epochs, the passes over the data",
+     {T + "maxSteps": None, T + "max_steps": None}),
+    (T[:-1], {"max_train_steps": "-1", "epochs": 3}, CERTAIN, NO_STEPS + "the length is spec.training.epochs",
+     {T[:-1]: {"epochs": 3}}),
+    (T[:-1], {"max_steps": 0, "epochs": 3}, CERTAIN, NO_STEPS + "the length is spec.training.epochs", {T[:-1]: {"epochs": 3}}),
+    (T[:-1], {"maxSteps": -1, "epochs": 3}, CERTAIN, NO_STEPS + "the length is spec.training.epochs", {T[:-1]: {"epochs": 3}}),
+    (T[:-1], {"maxSteps": "-1"}, CERTAIN, NO_STEPS + "set spec.training.epochs, the passes over the data",
+     {T + "maxSteps": None}),
+    (T[:-1], {"maxSteps": -1.0, "epochs": 2}, CERTAIN, NO_STEPS + "the length is spec.training.epochs", {T[:-1]: {"epochs": 2}}),
     (D + "packing", "yes", CERTAIN, "write true, without quotes", {D + "packing": True}),
     (L + "targetModules", "q_proj,v_proj", CERTAIN, "write [q_proj, v_proj]", {L + "targetModules": ["q_proj", "v_proj"]}),
     ("spec.method", "dora", CERTAIN, 'write a mapping of fields to values: {type: dora}, as type: "DoRA"',

@@ -111,6 +111,23 @@ def test_there_are_examples() -> None:
 
 
 @pytest.mark.parametrize(
+    ("old", "value", "new"),
+    [
+        ('epochs: "3"  # passes', 3, "epochs: 3    # passes"),
+        ("epochs: '3'", 3, "epochs: 3"),
+        ("epochs: 'on'", True, "epochs: true"),
+        ("epochs: 'off'", "Cosine", "epochs: Cosine"),
+        ("epochs: 3", "3", 'epochs: "3"'),
+        ("epochs: [\"3\", '4']", ["3", 5], 'epochs: ["3", 5]'),
+    ],
+)
+def test_a_new_value_does_not_take_the_quotes_of_the_old_one(old: str, value: Any, new: str) -> None:
+    text = f"source: pvc://data/a.jsonl  # behind\n{old}\nname: 'b'\n"
+    wanted = {"source": "pvc://data/a.jsonl", "epochs": value, "name": "b"}
+    assert edit_document(text, 1, wanted) == text.replace(old, new)
+
+
+@pytest.mark.parametrize(
     "text", ["a:\n- 1\n- b: 2\n", "a:\n    b:\n      - 1\n", "a:\n  -   b: 1\n      c: 2\n", "a: 1\r\nb:\r\n  c: 2\r\n"]
 )
 def test_the_indentation_and_the_line_ends_of_the_file_are_used(text: str) -> None:

@@ -231,6 +231,23 @@ def test_a_pasted_configuration_is_answered_in_all_its_fields() -> None:
     }
 
 
+@pytest.mark.parametrize("steps", ["max_steps: -1", "max_steps: 0", "max_steps: -1.0", "maxSteps: -1", "max_train_steps: -1"])
+@pytest.mark.parametrize("epochs", ["num_train_epochs: 3", "epochs: 3", "num_train_epochs: 3.0"])
+def test_steps_that_set_nothing_leave_the_length_to_the_epochs(steps: str, epochs: str) -> None:
+    text = ACCEPTED.replace("    maxSteps: 10\n", f"    {steps}\n    {epochs}\n")
+    found = {finding.field: finding.fix for verdict in validate(text).verdicts for finding in verdict.findings}
+    said = "leave it out: 0 and less mean that no steps are set; the length is spec.training.epochs"
+    assert found[f"spec.training.{steps.partition(':')[0]}"] == said
+    result = CliRunner().invoke(app, ["validate", "-f", "-", "--fix"], input=text)
+    assert (result.exit_code, result.stdout) == (0, ACCEPTED.replace("maxSteps: 10", "epochs: 3"))
+
+
+@pytest.mark.parametrize("steps", ["max_steps: -1", "maxSteps: -1"])
+def test_without_steps_and_epochs_one_pass_is_written(steps: str) -> None:
+    result = CliRunner().invoke(app, ["validate", "-f", "-", "--fix"], input=ACCEPTED.replace("maxSteps: 10", steps))
+    assert (result.exit_code, result.stdout) == (0, ACCEPTED.replace("maxSteps: 10", "epochs: 1"))
+
+
 MICRO = {"per_device_train_batch_size": 4}
 
 

@@ -94,8 +94,13 @@ def test_eight_ranks_share_a_packed_base(version: int, name: str, gib: int, laye
         ("LoRA", "Llama-3.1-8B", "as bfloat16"),
         # Embeddings and head, 2 x 128,256 x 4,096 of 8,030,261,248 values, and norms are not packed.
         ("QLoRA", "Llama-3.1-8B", "86.9% of its values in 4 bits, the rest as bfloat16"),
-        # Of 46,702,792,704 values only those of the attention, 32 x 41,943,040, are in linear layers.
-        ("QLoRA", "Mixtral-8x7B", "2.9% of its values in 4 bits, the rest as bfloat16"),
+        # Of 46,702,792,704 values only those of the attention, 32 x 41,943,040, are in linear layers; 32 x 8 x 3 x 4,096 x 14,336
+        # are experts'.
+        (
+            "QLoRA",
+            "Mixtral-8x7B",
+            "2.9% of its values in 4 bits, the rest as bfloat16: 96.6% are experts, which are not packed",
+        ),
     ],
 )
 def test_the_estimate_says_what_is_packed(method: str, name: str, held: str) -> None:

@@ -14,18 +14,18 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedConfig
 
-from finetune_job.api.method import ALL_LINEAR, MethodType
+from finetune_job.api.method import ALL_LINEAR
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.method_settings import TARGETS
 from finetune_job.methods import METHODS
 from finetune_job.module_names import is_router
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan
+from finetune_memory.packed_experts import Packing
+from finetune_memory.packed_experts import experts_not_packed as experts_not_packed_of
 from finetune_trainer.preflight.adapted_modules import adapted_modules, adapter_settings, is_packed, name_in_base
 from finetune_trainer.preflight.module_names import STACKED_DIMENSIONS
 from finetune_trainer.weights.rounding import dtype_name
-
-_UNPACKED = {MethodType.QLORA: MethodType.LORA.value, MethodType.QDORA: MethodType.DORA.value}
 
 
 def experts_not_packed(model: PeftModel, method: MethodPlan) -> Iterator[Finding]:
@@ -40,18 +40,11 @@ def experts_not_packed(model: PeftModel, method: MethodPlan) -> Iterator[Finding
         if not parameter.requires_grad and not (name.endswith(".weight") and name.rpartition(".")[0] in packed)
     }
     total = sum(packed.values()) + sum(others.values())
-    first, parameter = next(iter(stacked.items()))
-    left = sum(each.numel() for each in stacked.values())
-    bits, share = method.quantization.bits, sum(packed.values()) / total
-    yield make_finding(
-        "experts-not-packed",
-        field="spec.method.type",
-        value=method.type.value,
-        message=f"only {share:.1%} of the base are packed to {bits} bits: linear layers are, and the experts are {len(stacked)} "
-        f"stacked parameters, first {first}; their {left / total:.1%} stay in {dtype_name(parameter.dtype)}",
-        fix="count on 16 bits for the experts, as the memory estimate does; "
-        f"set spec.method.type: {_UNPACKED[method.type]} if so little is packed",
-    )
+    experts = {name: parameter.numel() for name, parameter in stacked.items()}
+    dtype = dtype_name(next(iter(stacked.values())).dtype)
+    found = experts_not_packed_of(method, Packing(total, sum(packed.values()), experts), dtype)
+    if found is not None:
+        yield found
 
 
 def experts_without_adapter(model: nn.Module, lora: LoraPlan) -> Finding | None:

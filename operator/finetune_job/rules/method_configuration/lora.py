@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from finetune_job.api.method import ALL_LINEAR, LoraInit, LoraSpec
+from finetune_job.method_settings import effective_settings
 from finetune_job.methods import METHODS
-from finetune_job.rules.rule import Problem, Reproduction, RuleContext, rule
+from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
 from finetune_job.rules.rule_tables import AT_LEAST_1, BELOW_1, Range, range_rules
 
 _LORA = "method.lora"
@@ -182,10 +183,41 @@ RANGES = (
         ),
     ),
 )
+
+
+@rule(
+    "dropout-unusual",
+    "Dropout leaves most of an adapter's input",
+    severity="warning",
+    reads=(f"{_LORA}.loraDropout", "method.settings", "method.type"),
+    sources=("QLoRA's repository, artidoro/qlora: scripts/finetune_guanaco_7b.sh (lora_dropout 0.1)",),
+    holds_for=OURS,
+    needs_human=True,
+    not_reproduced="it still trains, on a noisier input",
+)
+def dropout_unusual(context: RuleContext) -> Problem | None:
+    method = context.spec.method
+    settings = effective_settings(method.type, method.settings or {}) if not context.wrong_settings else {}
+    dropouts = {f"method.settings.{name}": value for name, value in settings.items() if name.endswith("Dropout")}
+    if method.lora is not None and method.lora.lora_dropout is not None:
+        dropouts[f"{_LORA}.loraDropout"] = float(method.lora.lora_dropout)
+    path = next((path for path, value in dropouts.items() if isinstance(value, float) and 0.5 <= value < 1), None)
+    if path is None:
+        return None
+    return Problem(
+        field="method.settings" if path.startswith("method.settings") else path,
+        value=f"{dropouts[path]:g}",
+        message="in each step half of what the adapter reads, or more, is replaced by zeros",
+        fix=f'write a usual dropout, from "0" to "0.1", or remove {path}',
+        changes={path: None},
+    )
+
+
 RULES = (
     *range_rules(__name__, RANGES),
     orthogonal_odd_rank,
     rslora_with_alpha,
     lora_init_not_supported,
     decomposed_start_with_dora,
+    dropout_unusual,
 )

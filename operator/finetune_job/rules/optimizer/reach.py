@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from finetune_job.api.method import MethodType
 from finetune_job.api.training import OptimizerName
 from finetune_job.method_settings import effective_settings
-from finetune_job.plan.resolve_training import USUAL_SGD_LEARNING_RATE
+from finetune_job.plan.resolve_training import USUAL_LEARNING_RATES, USUAL_SGD_LEARNING_RATE
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan, RunPlan, TrainingPlan
 from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
 
@@ -29,14 +30,28 @@ _LARGEST_STEP = 1.0
 """Fifty times a usual weight. An adapter's other factor makes about a hundredth of it, in a model of 4,096 channels."""
 _FULL_STEP = 10.0
 """By which a step on the weights themselves counts more than one on a factor of an adapter."""
-_USUAL_RATE = 2e-4
-_USUAL_RATES = {True: '"1e-6" to "1e-4" for Full', False: '"1e-5" to "1e-3" for adapters'}
-"""By whether the model's own weights are trained."""
-_UNUSUAL_RATES = {True: 1e-3, False: 1e-2}
-"""Above these a rate is rather a slip: ten times the largest that people use with Adam. Methods without factors take more."""
-_UNUSUAL_SGD_RATE = 100.0
-"""A step is then as long as the clipped gradient times this, and all values of an adapter together are about as long."""
-_USUAL_SGD_RATES = f'"{USUAL_SGD_LEARNING_RATE}" to "1" for SGD'
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Learning rates that people use."""
+
+    least: float
+    proposed: str
+    words: str
+    slip_above: float
+    """Above it a rate is rather a slip, or training diverges."""
+
+    @property
+    def slip_below(self) -> float:
+        """Below a thousandth of the least usual rate no run of usual length learns: a step is about as long as the rate."""
+        return self.least / 1000
+
+
+_FULL_RATES = _Rates(1e-6, USUAL_LEARNING_RATES[True], '"1e-6" to "1e-4" for Full', 1e-3)
+_ADAPTER_RATES = _Rates(1e-5, USUAL_LEARNING_RATES[False], '"1e-5" to "1e-3" for adapters', 1e-2)
+_SGD_RATES = _Rates(0.01, USUAL_SGD_LEARNING_RATE, f'"{USUAL_SGD_LEARNING_RATE}" to "1" for SGD', 100.0)
+"""A step of SGD is as long as the clipped gradient times the rate, and all values of an adapter together are about as long."""
 _LARGEST_GRADIENT = 1e4
 """Norm of a gradient that nothing clips."""
 
@@ -58,11 +73,8 @@ _LARGEST_GRADIENT = 1e4
 def training_moves_nothing(context: RuleContext) -> Problem | None:
     plan = context.plan
     training = plan.training
-    # A rate of 0 has a rule of its own; of moments beyond their range nothing can be said.
-    if training.learning_rate == 0 or training.momentum >= 1 or max(training.adam_betas) >= 1 or training.adam_epsilon == 0:
-        return None
-    reach = _reach(plan, training)
-    if reach >= _LEAST_REACH:
+    reach = _known_reach(plan)
+    if reach is None or reach >= _LEAST_REACH:
         return None
     spec = context.spec.training
     written = {
@@ -80,10 +92,25 @@ def training_moves_nothing(context: RuleContext) -> Problem | None:
         value=written.get(field),
         message=f"with these steps, rate and gradients no trained value can change by more than {reach:.0e} in the whole run, "
         "which is lost where weights are stored: the result would be the base model, and its merge may fail its verification",
-        fix=f'remove {" and ".join(changes)}, or write usual values: a rate such as "2e-4", a norm of "1.0", an epsilon of '
-        '"1e-8"',
+        fix=f'remove {" and ".join(changes)}, or write usual values: a rate such as "{_rates(plan).proposed}", a norm of "1.0", '
+        'an epsilon of "1e-8"',
         changes=changes,
     )
+
+
+def _known_reach(plan: RunPlan) -> float | None:
+    """None: a rate of 0 has a rule of its own, and of moments beyond their range nothing can be said."""
+    training = plan.training
+    if training.learning_rate == 0 or training.momentum >= 1 or max(training.adam_betas) >= 1 or training.adam_epsilon == 0:
+        return None
+    return _reach(plan, training)
+
+
+def _rates(plan: RunPlan) -> _Rates:
+    """Of this method and optimizer."""
+    if plan.training.optimizer is OptimizerName.SGD:
+        return _SGD_RATES
+    return _FULL_RATES if plan.method.type is MethodType.FULL else _ADAPTER_RATES
 
 
 def _reach(plan: RunPlan, training: TrainingPlan) -> float:
@@ -151,15 +178,15 @@ def steps_too_large(context: RuleContext) -> Problem | None:
         _RATIO: lora.lora_plus_ratio if lora else None,
         _SETTINGS_ALPHA: (spec.method.settings or {}).get("alpha"),
     }
+    usual_rate = float(USUAL_LEARNING_RATES[False])
     usual = {
-        _RATE: plan.model_copy(update={"training": plan.training.model_copy(update={"learning_rate": _USUAL_RATE})}),
+        _RATE: plan.model_copy(update={"training": plan.training.model_copy(update={"learning_rate": usual_rate})}),
         _ALPHA: _with_lora(plan, lora_alpha=2 * plan.method.lora.r if plan.method.lora else 0),
         _PATTERN: _with_lora(plan, alpha_pattern={}),
         _RANKS: _with_lora(plan, rank_pattern={}),
         _RATIO: _with_lora(plan, lora_plus_ratio=None),
         _SETTINGS_ALPHA: _without_alpha(plan),
     }
-    full = plan.method.type is MethodType.FULL
     # The one setting that is at fault by itself, or else all that are written.
     alone = next((field for field, other in usual.items() if written[field] is not None and _step(other) < _LARGEST_STEP), None)
     removed = [alone] if alone else [field for field, value in written.items() if value is not None] or [_RATE]
@@ -168,7 +195,7 @@ def steps_too_large(context: RuleContext) -> Problem | None:
         value=written[removed[0]],
         message=f"each step moves a weight by about {_step(plan):.2g} (learning rate x loraPlusRatio x the adapter's scaling), "
         "and weights of language models are of the order of 0.02: what the model knows is overwritten",
-        fix=f"remove {' and '.join(removed)}, or write usual values: a rate from {_USUAL_RATES[full]}, a loraAlpha of twice "
+        fix=f"remove {' and '.join(removed)}, or write usual values: a rate from {_rates(plan).words}, a loraAlpha of twice "
         "the rank",
         changes=dict.fromkeys(removed),
     )
@@ -252,7 +279,10 @@ def weight_decay_erases(context: RuleContext) -> Problem | None:
     "learning-rate-unusual",
     "A learning rate is near those that people use",
     severity="warning",
-    reads=(_RATE, _OPTIMIZER, "method.type"),
+    reads=(
+        *(_RATE, _NORM, _EPSILON, _STEPS, _OPTIMIZER, _MOMENTUM, *_BETAS, _DECAY, _RATIO, _ALPHA, _PATTERN, _RANKS, _SETTINGS),
+        *("method.lora.r", "method.lora.useRslora", "method.type"),
+    ),
     sources=(
         "Hu et al., 2021, LoRA, tables 9 to 15: rates from 2e-4 to 1e-3 for adapters",
         "Dettmers et al., 2023, QLoRA, table 9: 1e-4 and 2e-4",
@@ -260,24 +290,32 @@ def weight_decay_erases(context: RuleContext) -> Problem | None:
     ),
     holds_for=OURS,
     needs_human=True,
-    not_reproduced="the tests' models are small enough to learn at ten times the usual rates; larger ones do not",
+    not_reproduced="the tests' models are small enough to learn at ten times the usual rates; larger ones do not, and a run "
+    "at a thousandth of them moves weights by what no one sees",
 )
 def learning_rate_unusual(context: RuleContext) -> Problem | None:
     plan = context.plan
-    is_full, rate = plan.method.type is MethodType.FULL, plan.training.learning_rate
-    is_sgd = plan.training.optimizer is OptimizerName.SGD
-    if not is_sgd and not is_full and plan.method.lora is None:
-        return None
-    most, usual = (_UNUSUAL_SGD_RATE, _USUAL_SGD_RATES) if is_sgd else (_UNUSUAL_RATES[is_full], _USUAL_RATES[is_full])
-    if rate <= most or _overwrites(plan):
+    rates, rate, reach = _rates(plan), plan.training.learning_rate, _known_reach(plan)
+    # Methods without factors take larger rates.
+    is_bounded = rates is not _ADAPTER_RATES or plan.method.lora is not None
+    if is_bounded and rate > rates.slip_above and not _overwrites(plan):
+        message = (
+            f"a rate of {rate:g} is above {rates.slip_above:g}, far beyond all that is usual; training would most likely "
+            "diverge or unlearn"
+        )
+    elif rate < rates.slip_below and reach is not None and reach >= _LEAST_REACH:
+        message = (
+            f"a rate of {rate:g} is below {rates.slip_below:g}, a thousandth of the least that is usual; steps are so "
+            "short that the result would most likely be the base model"
+        )
+    else:
         return None
     return Problem(
         field=_RATE,
         value=context.spec.training.learning_rate,
-        message=f"a rate of {rate:g} is above {most:g}, ten times the largest that is usual; training would most likely diverge "
-        "or unlearn",
-        fix=f"write a usual rate: {usual}" + ("" if is_sgd else '; or "2e-4" if a sign or a zero was lost'),
-        changes={_RATE: USUAL_SGD_LEARNING_RATE if is_sgd else None},
+        message=message,
+        fix=f'write a usual rate, {rates.words}, such as "{rates.proposed}"',
+        changes={_RATE: rates.proposed if rates is _SGD_RATES else None},
     )
 
 

@@ -6,7 +6,18 @@ from decimal import Decimal
 
 from finetune_job.api.training import OptimizerName, Scheduler
 from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
-from finetune_job.rules.rule_tables import ABOVE_0, AT_MOST_1, BELOW_1, Bounds, NoEffect, Range, no_effect_rules, range_rules
+from finetune_job.rules.rule_tables import (
+    ABOVE_0,
+    AT_MOST_1,
+    BELOW_1,
+    Bounds,
+    NoEffect,
+    Range,
+    Unusual,
+    no_effect_rules,
+    range_rules,
+    unusual_rules,
+)
 
 _EPOCHS = "training.epochs"
 _STEPS = "training.maxSteps"
@@ -139,6 +150,33 @@ SCHEDULE_RANGES = (
         Reproduction(f"{_TESTS}::test_nothing_changes_at_a_rate_of_0", "no error: the weights never change"),
     ),
 )
+UNUSUAL = (
+    Unusual(
+        "warmup-ratio-unusual",
+        "A warm-up leaves most of the run",
+        _WARMUP,
+        Bounds((("<=", 0.5),)),
+        BELOW_1,
+        "the learning rate still rises in more than half of the steps, and most of them train with less than was chosen",
+        'a usual share, from "0" to "0.1"',
+        ("QLoRA's repository, artidoro/qlora: scripts/finetune_guanaco_7b.sh (warmup_ratio 0.03)",),
+        "it still trains, with smaller steps than were chosen",
+    ),
+    Unusual(
+        "weight-decay-unusual",
+        "Weight decay is a small number",
+        "training.weightDecay",
+        AT_MOST_1,
+        Bounds(()),
+        "each step multiplies what is trained by 1 - rate x decay, and above 1 this pull to 0 outweighs what most data teaches",
+        'a usual decay, from "0" to "0.1"',
+        (
+            "QLoRA's repository, artidoro/qlora: scripts/finetune_guanaco_7b.sh (weight_decay 0.0)",
+            "Touvron et al., 2023, Llama 2, section 3: a decay of 0.1 where all weights are trained",
+        ),
+        "the tests' runs are too short for a decay that erases nothing at once",
+    ),
+)
 SCHEDULE_NO_EFFECT = (
     NoEffect(
         "no-effect-decay-ratio",
@@ -164,6 +202,7 @@ SCHEDULE_NO_EFFECT = (
 SCHEDULE_RULES = (
     epochs_or_max_steps,
     *range_rules(__name__, SCHEDULE_RANGES),
+    *unusual_rules(__name__, UNUSUAL),
     decay_within_warmup,
     *no_effect_rules(__name__, SCHEDULE_NO_EFFECT),
 )

@@ -139,10 +139,15 @@ def test_what_a_person_has_to_weigh_stays_and_is_told() -> None:
         "credentials-without-tls",
         "hub-source-without-revision",
         "learning-rate-unusual",
+        "warmup-ratio-unusual",
+        "weight-decay-unusual",
+        "dropout-unusual",
     } == NEEDING_HUMANS
 
 
-@pytest.mark.parametrize("training", [{"learningRate": "0.05"}, {"learningRate": "200", "optimizer": "SGD"}])
+@pytest.mark.parametrize(
+    "training", [{"learningRate": "0.05"}, {"learningRate": "1e-10"}, {"learningRate": "200", "optimizer": "SGD"}]
+)
 def test_a_rate_that_may_be_meant_stays(training: dict[str, str]) -> None:
     document = yaml.safe_load(ACCEPTED)
     document["spec"]["training"] |= training

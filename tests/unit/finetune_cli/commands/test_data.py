@@ -334,6 +334,29 @@ def test_a_large_model_without_a_gpu_is_known_by_its_files(claims, gpu, config, 
     assert ["8.03 billion parameters" in message for message in told] == ([True] if is_told else [])
 
 
+@pytest.mark.parametrize(
+    ("method", "config", "is_told"),
+    [
+        ("QLoRA", "Mixtral-8x7B", True),
+        ("QDoRA", "Mixtral-8x7B", True),
+        ("LoRA", "Mixtral-8x7B", False),
+        ("QLoRA", "Llama-3.1-8B", False),
+    ],
+)
+def test_experts_that_are_not_packed_are_known_by_the_configuration_alone(claims, method, config, is_told):
+    (claims / "models/base/config.json").write_text(json.dumps({**CONFIGS[config], "dtype": "bfloat16"}))
+    (claims / "models/base/model.safetensors").unlink()
+    text = yaml.safe_dump({**MANIFEST, "spec": {**MANIFEST["spec"], "method": {"type": method}}})
+    (verdict,) = FirstRecords(claims, {}, is_given=False).judged(validate(text), print).verdicts
+    told = [finding for finding in verdict.findings if finding.rule == "experts-not-packed"]
+    assert [finding.severity for finding in told] == (["warning"] if is_told else [])
+    if is_told:
+        assert told[0].message == (
+            "only 2.9% of the base are packed to 4 bits: linear layers are, and the experts are 64 stacked parameters, first "
+            "model.layers.0.mlp.experts.gate_up_proj; their 96.6% stay in bfloat16"
+        )
+
+
 def test_a_run_is_refused_where_results_exist_or_cannot_be_written(claims):
     (claims / "out/tuned/adapter").mkdir(parents=True)
     allowed = FIRST_ANSWER_SECONDS * slowness()

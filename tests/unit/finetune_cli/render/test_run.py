@@ -10,7 +10,7 @@ from rich.console import Console
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.local.summary import Summary
 from finetune_cli.render.run import LiveView, summary_text
-from finetune_job.failures import Outcome, TerminationReport
+from finetune_job.failures import FailureClass, Outcome, TerminationReport
 
 
 def test_an_interrupted_run_says_how_to_continue():
@@ -27,3 +27,18 @@ def test_how_the_rehearsal_went_is_said(facts, said):
     report = TerminationReport(role="preflight", outcome=Outcome.SUCCEEDED, message="3 steps", facts=facts)
     LiveView(Console(file=shown), "tune").ended(report, 2.0)
     assert shown.getvalue() == f"tune: preflight succeeded {said}"
+
+
+@pytest.mark.parametrize("role", ["fetch", "preflight", "train", "merge", "publish"])
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (FailureClass.PREEMPTED, "interrupted after 2.0 s: ended at your request\n"),
+        (FailureClass.INTERNAL, "failed (Internal) after 2.0 s: ended at your request\n"),
+    ],
+)
+def test_an_interruption_is_not_called_a_failure_in_any_stage(role, failure, said):
+    shown = StringIO()
+    report = TerminationReport(role=role, outcome=Outcome.FAILED, failure=failure, message="ended at your request")
+    LiveView(Console(file=shown), "tune").ended(report, 2.0)
+    assert shown.getvalue() == f"tune: {role} {said}"

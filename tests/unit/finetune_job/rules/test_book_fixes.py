@@ -130,6 +130,9 @@ FINDINGS: dict[str, Written] = {
     "training-moves-nothing": none("training.maxGradNorm"),
     "steps-too-large": none(RATE, W),
     "learning-rate-unusual": none(RATE, W),
+    "warmup-ratio-unusual": none("training.warmupRatio", W),
+    "weight-decay-unusual": none("training.weightDecay", W),
+    "dropout-unusual": none(LORA + "loraDropout", W),
     "weight-decay-erases": none("training.weightDecay"),
     "lora-settings-misplaced": none("method.lora"),
     "method-settings-misplaced": none("method.settings"),
@@ -351,6 +354,12 @@ def test_the_finding_is_as_written_down(rule):
         # A rate that is left open is one for Adam.
         ("learning-rate-unusual", SGD | {RATE: "101"}, (W, RATE, {RATE: "0.01"})),
         ("learning-rate-unusual", FULL | {RATE: "0.05"}, none(RATE, W)),
+        ("learning-rate-unusual", SGD | EPOCHS | {RATE: "1e-6"}, (W, RATE, {RATE: "0.01"})),
+        (
+            "dropout-unusual",
+            settings("LoHa", moduleDropout="0.5"),
+            (W, "method.settings", {"method.settings.moduleDropout": None}),
+        ),
         ("steps-too-large", lora(loraPlusRatio="1000") | {RATE: "2e-3"}, none(RATE, W)),
         ("steps-too-large", lora(loraPlusRatio="10000") | {RATE: "2e-4"}, none(LORA + "loraPlusRatio", W)),
         # Neither fix may ask for what the other one speaks against.
@@ -579,3 +588,21 @@ def test_fewer_nodes_fit_a_limit_of_devices_before_fewer_ranks_on_each(nodes: in
     """The profile allows 8."""
     written = {"parallelism.nodes": nodes, "parallelism.processesPerNode": each, "training.globalBatchSize": 720}
     assert told("profile-limit-exceeded", WITHIN | written, LIMITED) == (E, "parallelism.nodes", changes)
+
+
+@pytest.mark.parametrize(
+    ("rule", "written", "said"),
+    [
+        ("learning-rate-unusual", {RATE: "0.02"}, 'write a usual rate, "1e-5" to "1e-3" for adapters, such as "2e-4"'),
+        ("learning-rate-unusual", EPOCHS | {RATE: "1e-12"}, 'write a usual rate, "1e-5" to "1e-3" for adapters, such as "2e-4"'),
+        ("learning-rate-unusual", FULL | {RATE: "1e-2"}, 'write a usual rate, "1e-6" to "1e-4" for Full, such as "2e-5"'),
+        ("learning-rate-unusual", SGD | {RATE: "101"}, 'write a usual rate, "0.01" to "1" for SGD, such as "0.01"'),
+        ("training-moves-nothing", FULL | {RATE: "1e-18"}, 'a rate such as "2e-5"'),
+        ("training-moves-nothing", {RATE: "1e-18"}, 'a rate such as "2e-4"'),
+        ("training-moves-nothing", SGD | {RATE: "1e-18"}, 'a rate such as "0.01"'),
+        ("steps-too-large", FULL | {RATE: "0.5"}, 'a rate from "1e-6" to "1e-4" for Full'),
+    ],
+)
+def test_a_proposed_rate_is_one_of_the_usual_rates_that_are_named(rule, written, said):
+    (finding,) = [each for each in judged(manifest(written)) if each.rule == rule]
+    assert said in finding.fix

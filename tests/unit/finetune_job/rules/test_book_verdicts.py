@@ -79,6 +79,7 @@ MIN_NODES = "parallelism.elastic.minNodes"
 ELASTIC = {"parallelism.nodes": 2, MIN_NODES: 1}
 DORA, QLORA, FULL = {"method.type": "DoRA"}, {"method.type": "QLoRA"}, {"method.type": "Full"}
 SGD = {"training.optimizer": "SGD"}
+RATE = "training.learningRate"
 NEARLY_1 = "0.99999999999999999999"
 """The nearest float, with which everything is computed, is 1."""
 DECAY = {"training.scheduler": "WarmupStableDecay"}
@@ -539,6 +540,25 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         {"training.learningRate": "100", "training.optimizer": "SGD"},
         None,
     ),
+    # A thousandth of the least usual rate is the bound below.
+    ("learning-rate-unusual", EPOCHS | {RATE: "9.9e-9"}, EPOCHS | {RATE: "1e-8"}, None),
+    ("learning-rate-unusual", EPOCHS | {RATE: "1e-12"}, EPOCHS | {RATE: "1e-18"}, None),  # that one moves nothing
+    ("learning-rate-unusual", EPOCHS | {RATE: "1e-12"}, EPOCHS | {RATE: "0"}, None),
+    ("learning-rate-unusual", FULL | EPOCHS | {RATE: "9.9e-10"}, FULL | EPOCHS | {RATE: "1e-9"}, None),
+    ("learning-rate-unusual", SGD | EPOCHS | {RATE: "9.9e-6"}, SGD | EPOCHS | {RATE: "1e-5"}, None),
+    (
+        "learning-rate-unusual",
+        EPOCHS | {"method.type": "IA3", "method.lora": None, RATE: "1e-9"},
+        EPOCHS | {"method.type": "IA3", "method.lora": None, RATE: "1e-8"},
+        None,
+    ),
+    ("warmup-ratio-unusual", {"training.warmupRatio": "0.51"}, {"training.warmupRatio": "0.5"}, None),
+    # Which has an error of its own.
+    ("warmup-ratio-unusual", {"training.warmupRatio": "0.9"}, {"training.warmupRatio": "1"}, None),
+    ("weight-decay-unusual", {"training.weightDecay": "1.01"}, {"training.weightDecay": "1"}, None),
+    ("dropout-unusual", lora(loraDropout="0.5"), lora(loraDropout="0.49"), None),
+    ("dropout-unusual", lora(loraDropout="0.9"), lora(loraDropout="1"), None),
+    ("dropout-unusual", settings("LoHa", moduleDropout="0.5"), settings("LoHa", moduleDropout="0.4"), None),
     # Methods without factors take other rates.
     (
         "learning-rate-unusual",
