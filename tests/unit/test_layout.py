@@ -73,6 +73,7 @@ COVERED_BY = {
     "finetune_job/fields.py": "finetune_cli/commands/test_explain.py",
     "finetune_job/methods.py": "finetune_job/test_sharding.py",
     "finetune_job/reasons.py": "finetune_operator/decide/test_refused_and_held.py",
+    "finetune_memory/packed_experts.py": "finetune_memory/test_estimate.py",
     "finetune_memory/layers.py": "finetune_memory/test_activations.py",
     "finetune_operator/cluster/summaries.py": "finetune_operator/test_job_metrics.py",
     "finetune_operator/usage_metrics.py": "finetune_operator/test_job_metrics.py",
