@@ -93,13 +93,13 @@ class ProgressLines:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Merge and verify. Raises MergeError, TrainerError, OSError."""
-    map_torch_libraries()
     digests = FileDigests()
     if arguments.verify:
         # Beside the import of torch, which takes one processor.
         digests.begin(arguments.base / name for name in read_checkpoint(arguments.base).file_bytes)
     from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 
+    map_torch_libraries()
     output: Path = arguments.output
     quantization = _quantization(arguments)
     reports = output.with_name(f"{output.name}.verification.json")
