@@ -135,7 +135,6 @@ COVERED_BY = {
     "finetune_trainer/report/summary.py": "finetune_trainer/report/test_page.py",
     "finetune_trainer/verify/exact.py": "finetune_trainer/verify/test_verification.py",
     "finetune_trainer/verify/logits.py": "finetune_trainer/verify/test_streaming.py",
-    "finetune_trainer/verify/stored_weights.py": "finetune_trainer/verify/test_streaming.py",
     "finetune_trainer/verify/tensors.py": "finetune_trainer/verify/test_verification.py",
     "finetune_trainer/weights/errors.py": "finetune_trainer/merge/test_non_lora.py",
 }

@@ -134,7 +134,8 @@ def map_torch_libraries() -> None:
     """Begin to bring torch's libraries into this process, in a thread; `preload` waits for it.
 
     That is a third of torch's import, in which Python's lock is held. Here it is not, so that the process can read its plan and
-    headers meanwhile. What goes wrong is left to the import to say.
+    headers meanwhile. It should have its modules by then: an import of one in C waits for the loader of libraries, with Python's
+    lock. What goes wrong is left to the import to say.
     """
     found = importlib.util.find_spec("torch") if "torch" not in sys.modules and not _mapping else None
     if found is None or not found.submodule_search_locations or sys.platform != "linux":

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -42,6 +43,12 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_LINES = 1.0
 VERIFICATION = "finetune_trainer.verify.verification"
+LONGEST_WAIT_FOR_PYTHON = 0.0005
+"""Seconds. Threads that hash or compare files need Python's lock between two blocks; while another one imports, they wait ten
+times as long by default, which is half as long as a block takes."""
+WAITING_THREADS_SLEEP = ("OMP_WAIT_POLICY", "passive")
+"""Read by torch's OpenMP library when it is loaded. By default a thread of an operation spins on its processor for a while after
+each one, and keeps it from threads that hash and read."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,13 +100,15 @@ class ProgressLines:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Merge and verify. Raises MergeError, TrainerError, OSError."""
-    map_torch_libraries()
     digests = FileDigests()
     if arguments.verify:
+        os.environ.setdefault(*WAITING_THREADS_SLEEP)
+        sys.setswitchinterval(LONGEST_WAIT_FOR_PYTHON)
         # Beside the import of torch, which takes one processor.
         digests.begin(arguments.base / name for name in read_checkpoint(arguments.base).file_bytes)
     from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 
+    map_torch_libraries()
     output: Path = arguments.output
     quantization = _quantization(arguments)
     reports = output.with_name(f"{output.name}.verification.json")

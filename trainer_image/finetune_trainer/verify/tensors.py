@@ -258,17 +258,17 @@ def _is_cast_of(source: TensorHeader, result: TensorHeader, held_as: str) -> boo
         second.seek(result.offset)
         while start < num_elements:
             count = min(count, num_elements - start)
-            left = bytearray(first.read(count * source.num_bytes // num_elements))
-            right = bytearray(second.read(count * result.num_bytes // num_elements))
+            left = first.read(count * source.num_bytes // num_elements)
+            right = second.read(count * result.num_bytes // num_elements)
             start, count = start + count, READ_BYTES // 8
             if source.dtype == result.dtype == held_as:
                 if left != right:
                     return False
                 continue
-            values = torch.frombuffer(left, dtype=TORCH_DTYPES[source.dtype])
+            values = torch.frombuffer(bytearray(left), dtype=TORCH_DTYPES[source.dtype])
             out_dtype = TORCH_DTYPES[result.dtype]
             held = values.to(torch.promote_types(TORCH_DTYPES[held_as], out_dtype))
-            if not torch.equal(held.to(out_dtype), torch.frombuffer(right, dtype=out_dtype)):
+            if not torch.equal(held.to(out_dtype), torch.frombuffer(bytearray(right), dtype=out_dtype)):
                 return False
     return True
 

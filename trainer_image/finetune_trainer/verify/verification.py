@@ -67,6 +67,7 @@ def verify_merge(
         raise ValueError("merged_onto is Dequantized, but no quantization is given: nothing was packed in training.")
     digests = digests or FileDigests()
     digests.begin(directory / name for directory in (merged, base) for name in read_checkpoint(directory).file_bytes)
+    digests.begin(adapter / ADAPTER_FILE for adapter in adapters)
     if tensors is None:
         tensors = check_tensors(base, adapters, merged, quantization if onto_dequantized else None)
     faults: tuple[str, ...] = tuple(tensors.faults)
