@@ -385,6 +385,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
             (QLORA | {"method.quantization.bits": 8}, QLORA | {"method.quantization.bits": 4}),
         )
     ),
+    # One rank adds up nothing of others, whatever shards it.
+    ("ordered-reduction-not-possible", V1 | ORDERED, V1 | ORDERED | {"parallelism.processesPerNode": 1}, None),
     ("elastic-needs-ordered-reduction", ELASTIC, ELASTIC | ORDERED, None),
     ("elastic-min-nodes-above-nodes", ELASTIC | ORDERED | {MIN_NODES: 3}, ELASTIC | ORDERED | {MIN_NODES: 2}, None),
     ("lora-init-not-supported", {"method.lora.initLoraWeights": "corda"}, {"method.lora.initLoraWeights": "pissa"}, None),
@@ -873,6 +875,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ("method-merge-setting", settings("WaveFT", proportionalParameters=True), settings("WaveFT"), None),
     ("decay-within-warmup", DECAY | {"training.warmupRatio": "0.3", "training.decayRatio": "0.8"}, DECAY | HALVES, None),
     ("decay-within-warmup", DECAY | {"training.warmupRatio": "0.9"}, {"training.warmupRatio": "0.9"}, None),
+    # A run that is all warm-up is another rule's.
+    ("decay-within-warmup", DECAY | {"training.warmupRatio": "0.9"}, DECAY | {"training.warmupRatio": "1"}, None),
     # Of what nobody wrote the defaults leave room.
     ("decay-within-warmup", DECAY | HALVES | {"training.decayRatio": "0.51"}, DECAY | {"training.decayRatio": "0.97"}, None),
     ("target-modules-empty", lora(targetModules=[]), lora(targetModules=["q"]), None),

@@ -297,8 +297,11 @@ def test_an_error_of_the_trainer_keeps_its_field_and_fix(model: Path, tmp_path: 
 
 @pytest.mark.parametrize(("bound", "said"), [({"seconds": 0.5}, "did not end in time"), ({"memory": 1 << 20}, "GiB of memory")])
 def test_bounds_end_it_with_a_warning_and_no_child_is_left(model: Path, tmp_path: Path, bound: dict[str, Any], said: str) -> None:
+    began = time.monotonic()
     report = rehearsed(plan_of(tiny_spec()), model, tmp_path / "root", **bound)
     assert report.verdict is Verdict.NOT_DONE
+    # What it waited for counts, too.
+    assert bound.get("seconds", 0.1) <= report.seconds <= time.monotonic() - began + 0.1
     (finding,) = report.findings
     assert (finding.rule, finding.severity) == ("rehearsal-not-done", "warning")
     assert said in finding.message

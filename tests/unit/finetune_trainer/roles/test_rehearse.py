@@ -303,3 +303,12 @@ def test_a_forked_rank_learns_what_a_started_one_learns(context: Any, model: Pat
     assert len(said[0]) >= 3
     for path in (wanted / "trained").iterdir():
         assert (found / "trained" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_a_rehearsal_whose_process_ended_reports_the_seconds_since_its_begin(tmp_path: Path) -> None:
+    ended = object.__new__(process.ModelProcess)
+    ended._began, ended._scratch = time.monotonic() - 61.0, tmp_path
+    report = ended._not_finished("its process ended with status -9")
+    assert report.verdict is Verdict.NOT_DONE
+    assert 61.0 <= report.seconds < 70.0
+    assert "status -9" in report.findings[0].message
