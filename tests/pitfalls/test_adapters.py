@@ -86,7 +86,8 @@ def test_dropout_of_1_blocks_and_above_1_is_refused():
     with pytest.raises(ConfigError, match="between 0 and 1"):
         learns(wrong)
     assert learns(right)
-    assert not findings(type="LoRA", lora={"loraDropout": "0.99"})
+    assert findings(type="LoRA", lora={"loraDropout": "0.99"}) == {"dropout-unusual"}, "a warning"
+    assert not findings(type="LoRA", lora={"loraDropout": "0.49"})
 
 
 def learns(plan: RunPlan) -> bool:
