@@ -23,7 +23,7 @@ from tests.support.stack import NAMESPACE, Stack, host_and_port
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(2400)]
 JOB = "documented"
 GIVEN = {"JOB": JOB}
-STEPS = 8
+STEPS = 60
 
 
 class Desk:
