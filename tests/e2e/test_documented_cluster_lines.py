@@ -44,7 +44,7 @@ class Desk:
 
     @contextmanager
     def begun(self, line: str) -> Iterator[subprocess.Popen[str]]:
-        """A command that goes on by itself, until the body ends."""
+        """A command that continues by itself, until the body ends."""
         command = ["bash", "-c", f"exec {line}"]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with subprocess.Popen(command, cwd=self.directory, env=self.environment, text=True, **pipes) as process:

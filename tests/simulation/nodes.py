@@ -137,7 +137,7 @@ class Nodes:
         self._run(self.server.update(PODS, pod, change))
 
     def _start_again(self, pod: Document, node: Node) -> Document:
-        """A container that has ended in a pod that goes on. After the first time the kubelet pauses, and says so."""
+        """A container that has ended in a pod that continues. After the first time the kubelet pauses, and says so."""
         container = pod["status"]["containerStatuses"][0]
         ended, restarts = container["state"].get("terminated"), container["restartCount"]
         waits = container["state"].get("waiting") is not None

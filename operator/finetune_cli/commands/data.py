@@ -111,8 +111,8 @@ class FirstRecords:
     def _look(self, plan: RunPlan, directories: Mapping[str, Path]) -> Look:
         if all(claim not in directories for _, claim in (*_data_claims(plan), ("", plan.model.location.claim))):
             return Look()
-        checks = {"checks_model": self.is_given, "checks_results": self.is_given}
-        return look(plan, directories, limit=FIRST_JUDGED, must_exist=self.is_given, **checks)
+        given = self.is_given
+        return look(plan, directories, limit=FIRST_JUDGED, must_exist=given, checks_model=given, checks_results=given)
 
 
 def local_claims(plan: RunPlan, claims: Path, claim_paths: Mapping[str, Path]) -> dict[str, Path]:

@@ -94,7 +94,7 @@ class RankFailure(StatusModel):
 
 
 class Attempt(StatusModel):
-    """One Job of a role: for training one run of the gang."""
+    """One try of a role: for training one run of the gang."""
 
     role: Role = Role.TRAIN
     number: int

@@ -101,7 +101,7 @@ class StoredLedger:
         confirmed_at_end: Callable[[str], Confirmed | None],
         now: Callable[[], datetime],
     ) -> None:
-        """confirmed_at_end: by UID of a job that has ended or is gone, what its status says of it; None: it goes on."""
+        """confirmed_at_end: by UID of a job that has ended or is gone, what its status says of it; None: it continues."""
         self._api = api
         self._namespace = namespace
         self._name = name

@@ -14,6 +14,7 @@ from finetune_job.api.method import MethodSpec
 from finetune_job.api.profile import GpuResource
 from finetune_job.names import DEFAULT_PROFILE, GPU_PRODUCT_LABEL, LABEL_TEAM, Role
 from finetune_operator.cluster.raw_objects import Fields
+from finetune_operator.decide.job_numbers import number_of_job
 
 T = TypeVar("T")
 LONGEST_REASON = 256
@@ -138,13 +139,13 @@ def job_summary(fields: Fields) -> JobSummary:
 
 
 def _job_number(status: Fields) -> int:
-    """As `decide.job_numbers.job_number` says of the current attempt of training."""
-    attempt = status.integer("attempt") or 0
-    is_continued = any(
-        item.flag("continued") and item.integer("number") == attempt - 1 and item.text("role", 16) in ("", Role.TRAIN)
+    """Of the current attempt of training."""
+    continued = [
+        item.integer("number")
         for item in status.items("attempts")
-    )
-    return attempt - 1 if is_continued else attempt
+        if item.flag("continued") and item.text("role", 16) in ("", Role.TRAIN)
+    ]
+    return number_of_job(status.integer("attempt") or 0, [number for number in continued if number is not None])
 
 
 def profile_summary(spec: Fields) -> ProfileSummary:

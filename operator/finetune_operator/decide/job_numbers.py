@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from finetune_job.api.status import FineTuneJobStatus
 from finetune_job.names import Role
 
 
 def job_number(status: FineTuneJobStatus, role: Role, attempt: int) -> int:
     """Number in the name of the Job that runs an attempt."""
-    before = attempt - 1
-    is_continued = any(one.continued and one.number == before and one.role is role for one in status.attempts)
-    return before if is_continued else attempt
+    return number_of_job(attempt, [one.number for one in status.attempts if one.continued and one.role is role])
+
+
+def number_of_job(attempt: int, continued: Collection[int]) -> int:
+    """The same. continued: attempts of the role after which the next one runs in the same pod."""
+    return attempt - 1 if attempt - 1 in continued else attempt

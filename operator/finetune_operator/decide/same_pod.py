@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from finetune_job.failures import EXIT_CODES, PROCESS_FAILURES, FailureClass
 from finetune_job.names import Role
 from finetune_operator.decide.children_seen import BatchJobView, PodView
+from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.job_state import JobState, State
 from finetune_operator.decide.observed import Observed
 
@@ -50,6 +51,16 @@ def pods_to_tell(observed: Observed, attempt: int) -> tuple[PodView, ...]:
     if job is None or job.deleting or job.attempt == attempt:
         return ()
     return tuple(pod for pod in observed.pods_of_job(job) if _is_alive(pod) and pod.label_attempt != attempt)
+
+
+def unless_label_refused(observed: Observed, found: JobState, attempt: int) -> JobState:
+    """The same, or a failed attempt if the API server refuses the label by which its pod would be told of it."""
+    refused = observed.refused
+    if found.failure is not None or refused is None or refused.name not in [pod.name for pod in pods_to_tell(observed, attempt)]:
+        return found
+    said = f"The API server refused the label that lets pod {refused.name} continue ({refused.code}): {refused.message}"
+    failure = Failure(FailureClass.INFRASTRUCTURE, said, "Let the operator patch pods, as the role of the chart does.")
+    return JobState(State.FAILED, found.batch_job, found.pods, failure=failure)
 
 
 def _may_continue(job: BatchJobView, attempt: int) -> bool:

@@ -26,7 +26,7 @@ from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.progress import progress_of_facts, progress_status
 from finetune_operator.decide.restart_policy import POLICY
 from finetune_operator.decide.role_stage import RoleStage
-from finetune_operator.decide.same_pod import await_restart, pods_to_tell
+from finetune_operator.decide.same_pod import await_restart, pods_to_tell, unless_label_refused
 from finetune_operator.decide.stage import attempt_of, current_role
 from finetune_operator.decide.times import stall_deadline
 
@@ -42,15 +42,16 @@ def train_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
     size = None if limits is None else GangSize(nodes, nodes * ranks.processes_per_node)
     stage = RoleStage(observed, result, Role.TRAIN, nodes, ranks.nodes, size)
     found = with_device_fault(observed, quiet_until_told(stage.job_state(), run.owner))
-    found = await_restart(observed, found, stage.attempt, result.now)
+    found = unless_label_refused(observed, await_restart(observed, found, stage.attempt, result.now), stage.attempt)
+    if found.failure is None:
+        for pod in pods_to_tell(observed, stage.attempt):
+            result.relabel(pod, stage.attempt)
     _report_progress(observed, result, stage.attempt)
     if found.state is State.ABSENT:
         _create(observed, stage, run)
     elif found.state is State.SUCCEEDED:
         _succeeded(observed, result, stage, found)
         return True
-    elif found.failure is None and _continues_in_vain(observed, stage, found):
-        pass
     elif found.failure is not None:
         after = None if limits is None else nodes_after_failure(limits, nodes, found.pods)
         stage.fail(found.failure, found.batch_job, after)
@@ -71,21 +72,6 @@ def train_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
             if limits is not None and found.state is State.RUNNING and found.batch_job.takes_fewer:
                 result.set(gang_nodes=nodes)
     return False
-
-
-def _continues_in_vain(observed: Observed, stage: RoleStage, found: JobState) -> bool:
-    """Let a pod run its second attempt. Whether the API server refuses that: then the attempt ends here."""
-    untold = pods_to_tell(observed, stage.attempt)
-    refused = observed.refused
-    if not untold or refused is None or refused.name not in [pod.name for pod in untold]:
-        for pod in untold:
-            stage.result.relabel(pod, stage.attempt)
-        return False
-    said = f"The API server refused the label that lets pod {refused.name} continue ({refused.code}): {refused.message}"
-    stage.fail(
-        Failure(FailureClass.INFRASTRUCTURE, said, "Let the operator patch pods, as the role of the chart does."), found.batch_job
-    )
-    return True
 
 
 def queue_of_growth(observed: Observed, now: datetime) -> str | None:

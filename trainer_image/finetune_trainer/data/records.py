@@ -109,7 +109,7 @@ class RecordPosition:
 
 
 def is_pair_of_turns(prompt: Any, completion: Any) -> bool:
-    """Whether the two sides make a chat: turns on both, or on one beside a text, which is one turn of its side."""
+    """Whether the two sides make a chat: turns on both, or on one and a text on the other, which is one turn of its side."""
     sides = (prompt, completion)
     return any(isinstance(side, list) for side in sides) and all(isinstance(side, list | str) for side in sides)
 

@@ -198,7 +198,7 @@ def _has_answer(turns: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _columns(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
-    """What needs no list of turns. A text comes behind question and answer: beside these it is what some template made of them,
+    """What needs no list of turns. A text comes after question and answer: next to these it is what some template made of them,
     in which nothing tells them apart.
     """
     return (

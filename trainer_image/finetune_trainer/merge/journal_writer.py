@@ -1,4 +1,4 @@
-"""Makes what is written of shards durable and notes it in the journal, beside the threads that write. Called by stream.py."""
+"""Makes what is written of shards durable and notes it in the journal, while other threads write. Called by stream.py."""
 
 from __future__ import annotations
 

@@ -7,15 +7,15 @@ until the pod's label names its attempt, which the kubelet shows in a file: by t
 from __future__ import annotations
 
 import shutil
-import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from finetune_trainer.files import write_durably
 
-MARKER = Path(tempfile.gettempdir()) / "attempt-of-container"
-"""In the scratch volume of the pod: the attempt that its latest container has taken."""
+MARKER = Path("/tmp/attempt-of-container")  # noqa: S108 - the scratch volume of the pod, whatever TMPDIR an image sets
+"""The attempt that the latest container of this pod has taken."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a volume of the pod's own
 LONGEST_WAIT_SECONDS = 300.0
 """For the operator: after it the pod fails, and gives its devices back."""
@@ -56,8 +56,10 @@ def _names(path: Path, attempt: int) -> bool:
 
 
 def _empty(directory: Path) -> None:
+    """As far as it goes: another container of the pod may have files there."""
     for entry in directory.iterdir() if directory.is_dir() else ():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
         else:
-            entry.unlink(missing_ok=True)
+            with suppress(OSError):
+                entry.unlink()

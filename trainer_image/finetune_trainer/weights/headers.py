@@ -227,7 +227,7 @@ def require_all_named(checkpoint: Checkpoint, others: Iterable[str]) -> None:
     for other in others:
         try:
             header = read_header(checkpoint.directory / other)
-        except MergeError:  # no file of the model's is unreadable, as was seen
+        except (MergeError, OSError):  # those of the model were read
             continue
         for tensor in header:
             if tensor.name not in checkpoint.tensors and _NUMBER.sub("N", tensor.name) in kinds:

@@ -290,7 +290,7 @@ def test_a_container_that_was_started_again_tells_how_often_and_how_it_ended(
         assert (view.earlier.finished - view.earlier.started).total_seconds() == 60
 
 
-def test_the_attempt_in_a_pods_label_is_kept_beside_that_of_its_job() -> None:
+def test_the_attempt_in_a_pods_label_is_kept_with_that_of_its_job() -> None:
     document = objects.pod(attempt=3)
     document["metadata"]["labels"]["finetune.dev/attempt"] = "4"
     view = pod_view(document)

@@ -13,6 +13,8 @@ from finetune_job.names import Role
 from finetune_job.reasons import ConditionType
 from finetune_operator.decide.actions import Relabel
 from finetune_operator.decide.children_seen import ContainerEnd, PodView, RefusedWrite
+from finetune_operator.decide.device_faults import nodes_in_question
+from finetune_operator.decide.observed import NodeConditionView, NodeView
 from finetune_operator.decide.reconcile import reconcile
 from tests.support.builders import T0, ObservedBuilder, a_job, after, envelope, observing
 from tests.unit.finetune_operator.decide.reading import condition, created, deleted, message, written
@@ -73,13 +75,19 @@ def test_any_other_pod_is_followed_by_a_new_one(fields: dict[str, Any]) -> None:
     assert (actions.relabels, deleted(actions)) == ((), ["Job/tune-train-0"])
 
 
-@pytest.mark.parametrize(
-    "failure", [one for one in FailureClass if one not in (FailureClass.COLLECTIVE, FailureClass.INTERNAL, FailureClass.STALLED)]
-)
+@pytest.mark.parametrize("failure", sorted(set(EXIT_CODES) - {"Collective", "Internal", "Stalled"}))
 def test_no_other_class_continues_in_its_pod(failure: FailureClass) -> None:
-    if failure not in EXIT_CODES:
-        return
     assert reconcile(started_again(failure).build(), T0).relabels == ()
+
+
+def test_a_failure_that_a_condition_of_the_node_explains_leaves_the_node() -> None:
+    job = a_job().with_profile(gpu={"memory": "80Gi", "faultConditions": [{"type": "GpuXidError"}]})
+    fault = NodeConditionView("GpuXidError", "True", "Xid79", "GPU 3 has fallen off the bus", after(-20))
+    seen = replace(started_again(node="node-b"), job=job).but(nodes_seen=(NodeView("node-b", (fault,)),))
+    assert nodes_in_question(seen.build()) == ("node-b",)
+    actions = reconcile(seen.build(), T0)
+    assert written(actions).attempts[0].failure is FailureClass.DEVICE_FAULT
+    assert (actions.relabels, deleted(actions)) == ((), ["Job/tune-train-0"])
 
 
 @pytest.mark.parametrize("conditions", [("FailureTarget",), ("Failed",)])

@@ -83,8 +83,10 @@ def test_a_file_with_more_layers_that_no_index_names_is_refused(pair: tuple[Path
     # The same weights a second time, or what nobody can read, are no part of the model.
     save_file({known: torch.zeros(4)}, base / "b.safetensors")
     (base / "c.safetensors").write_bytes(b"\xff" * 32)
+    (base / "d.safetensors").symlink_to("nowhere.safetensors")
+    (base / "e.safetensors").mkdir()
     report = merge_adapter(MergeOptions(base, (pair[1],), tmp_path / "merged", None, GIB))
-    assert report.left_out == ("b.safetensors", "c.safetensors")
+    assert report.left_out == tuple(f"{name}.safetensors" for name in "bcde")
 
 
 def test_the_output_loads_alone_and_its_manifest_is_right(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -34,6 +34,18 @@ def test_what_the_container_before_left_in_shared_memory_goes(tmp_path: Path) ->
     take_attempt(0, marker, tmp_path / "nowhere")
 
 
+def test_what_cannot_be_taken_away_of_shared_memory_ends_no_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    (shared / "another containers").write_bytes(b"x")
+
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(f"{path}: another user's")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert [take_attempt(0, tmp_path / "marker", shared) for _ in range(2)] == [0, 1]
+
+
 def test_a_marker_that_is_not_whole_or_cannot_be_written_ends_the_container(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     marker.write_text("")
