@@ -27,6 +27,7 @@ TOOLS: Mapping[str, Mapping[str, Any]] = {
         "base_model": "org/name", "adapter": "lora", "load_in_4bit": True, "load_in_8bit": True, "lora_r": 16, "lora_alpha": 32,
         "lora_dropout": "0.05", "lora_target_modules": ["q_proj", "v_proj"], "lora_target_linear": True,
         "lora_modules_to_save": ["embed_tokens"], "lora_model_dir": "outputs/run", "train_on_inputs": True,
+        "tokens": ["[TOOL]"],
         "val_set_size": "0.05", "sequence_len": 4096, "sample_packing": True, "pad_to_sequence_len": True,
         "dataset_prepared_path": "prepared", "micro_batch_size": 2, "gradient_accumulation_steps": 8, "num_epochs": 3,
         "optimizer": "adamw_bnb_8bit", "lr_scheduler": "cosine", "learning_rate": "2e-4",
@@ -41,7 +42,8 @@ TOOLS: Mapping[str, Mapping[str, Any]] = {
         "lora_target": "all", "additional_target": "embed_tokens", "use_dora": True, "adapter_name_or_path": "saves/run",
         "dataset": "sets/chat", "template": "llama3", "train_on_prompt": True, "cutoff_len": 2048, "packing": True,
         "max_samples": 1000, "preprocessing_num_workers": 16, "val_size": "0.1", "flash_attn": "fa2",
-        "overwrite_output_dir": True, "plot_loss": True,
+        "overwrite_output_dir": True, "plot_loss": True, "add_tokens": "[A],[B]", "add_special_tokens": "[TOOL]",
+        "resize_vocab": True,
         **{name: _TRAINER[name] for name in (
             "output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "num_train_epochs",
             "lr_scheduler_type", "warmup_ratio", "bf16", "deepspeed", "logging_steps", "save_steps", "report_to")},

@@ -28,6 +28,16 @@ class WorkspaceLayout:
         return self.root / "sources"
 
     @property
+    def base_with_tokens(self) -> Path:
+        """The base model with the tokens that the job adds: its tokenizer, and a row for each in the embeddings."""
+        return self.root / "base-with-added-tokens"
+
+    @property
+    def added_tokens(self) -> Path:
+        """Which tokens these are and what ids they have; written once the model is complete."""
+        return self.root / "added-tokens.json"
+
+    @property
     def accounts(self) -> Path:
         """One JSON object per line: how each attempt spent its time."""
         return self.root / "accounts.jsonl"

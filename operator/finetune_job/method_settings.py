@@ -16,6 +16,8 @@ from finetune_job.methods import METHODS
 from finetune_job.peft_settings import SETTINGS
 
 TARGETS = "targetModules"
+TRAINED_ROWS_SETTING = "tokenIndices"
+"""Of TrainableTokens."""
 PATTERNS = ("rankPattern", "alphaPattern", "nFrequencyPattern", "blockSizePattern", "lambdaPattern")
 """Mappings whose keys are regular expressions on the end of a name."""
 

@@ -1,5 +1,7 @@
 """What models call the modules that are not treated as the other matrices of a layer: embeddings, output heads, routers."""
 
+from collections.abc import Iterable
+
 TOKEN_EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "tokens_embed"})
 """Input embeddings of causal language models; what else they may be called, preflight sees."""
 EMBEDDINGS = TOKEN_EMBEDDINGS | {"wpe", "shared"}
@@ -16,6 +18,11 @@ ADAPTER = "default"
 def is_router(name: str) -> bool:
     """Whether a module or a parameter belongs to a router. name: its path in the model."""
     return not ROUTERS.isdisjoint(name.split("."))
+
+
+def names_embedding(names: Iterable[str]) -> str | None:
+    """The first of `names`, ends of modules' paths, that is an input embedding."""
+    return next((name for name in names if name.rpartition(".")[2] in TOKEN_EMBEDDINGS), None)
 
 
 def is_embedding(name: str) -> bool:

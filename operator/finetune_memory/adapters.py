@@ -97,19 +97,20 @@ def _with_adapters(base: Sequence[ParameterShape], lora: LoraPlan, held: str, ad
         modules.setdefault(each.module, []).append(each)
     embeddings = [name for name, parameters in modules.items() if parameters[0].kind == "embedding"]
     head = next((name for name in modules if name.rpartition(".")[2] in OUTPUT_HEADS), None)
-    if head is None and embeddings and _ends_with_any(OUTPUT_HEADS[0], lora.target_modules):
-        # A tied head holds no weight of its own, but an adapter of its own.
+    if head is None and embeddings and _ends_with_any(OUTPUT_HEADS[0], (*lora.target_modules, *lora.modules_to_save)):
+        # A tied head holds no weight of its own, but an adapter or a trained copy of its own.
         modules[OUTPUT_HEADS[0]] = [replace(modules[embeddings[0]][0], name=f"{OUTPUT_HEADS[0]}.weight", kind="linear")]
     for name, parameters in modules.items():
         path = INSIDE_PEFT + name
         if any(name.endswith(saved) for saved in lora.modules_to_save):
-            yield from (_held(each, f"{path}.original_module", held) for each in parameters)
+            if name != OUTPUT_HEADS[0] or head is not None:
+                yield from (_held(each, f"{path}.original_module", held) for each in parameters)
             yield from (_held(each, f"{path}.modules_to_save.default", held, is_trained=True) for each in parameters)
             continue
-        if lora.trainable_token_indices and embeddings[:1] == [name]:
-            width = parameters[0].shape[1]
+        rows = _token_rows(lora, name, is_embedding=embeddings[:1] == [name])
+        if rows:
             yield from (_held(each, f"{path}.token_adapter.base_layer", held) for each in parameters)
-            tokens = (len(lora.trainable_token_indices), width)
+            tokens = (len(rows), parameters[0].shape[1])
             yield ParameterShape(f"{path}.token_adapter.trainable_tokens_delta.default", tokens, adapter_dtype, is_trained=True)
             continue
         stacked = [each for each in parameters if _ends_with_any(each.name, lora.target_parameters)]
@@ -132,6 +133,13 @@ def _with_adapters(base: Sequence[ParameterShape], lora: LoraPlan, held: str, ad
                     yield replace(each, name=first, dtype=held, is_trained=False)
         else:
             yield from (_held(each, path, held, is_trained=trains_bias and each.name.endswith(".bias")) for each in parameters)
+
+
+def _token_rows(lora: LoraPlan, name: str, *, is_embedding: bool) -> Sequence[int]:
+    """That are trained of this module."""
+    if is_embedding:
+        return lora.trainable_token_indices
+    return next((rows for module, rows in lora.separate_token_rows.items() if name.rpartition(".")[2] == module), ())
 
 
 def _held(each: ParameterShape, module: str, dtype: str, *, is_trained: bool = False) -> ParameterShape:

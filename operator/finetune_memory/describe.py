@@ -10,7 +10,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from finetune_job.module_names import is_embedding, is_router
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.adapters import quantised, trained_parameters
+from finetune_memory.added_rows import with_added_rows, with_trained_rows
 from finetune_memory.families import PARAMETERS_BY_TYPE, base_parameters, layer_class
 from finetune_memory.layers import layer_names
 from finetune_memory.model_shape import Kind, ModelShape, ParameterShape, UnknownModelError, facts_of, text_config
@@ -118,7 +119,12 @@ def experts_told(plan: RunPlan, path: Path) -> Finding | None:
 def model_shape(plan: RunPlan, files: ModelMetadata) -> ModelShape:
     """The model as the plan trains it. Raises UnknownModelError if only the libraries could tell."""
     held = resolve_elements(plan, files.stored).load
-    parameters = trained_parameters(_base(files, held), plan.method, held, str(files.config["model_type"]))
+    base = _base(files, held)
+    facts = facts_of(files.config, is_stored_otherwise=any(EXPERT.search(name) for name in files.tensors) or None)
+    num_rows, num_added = facts.vocabulary_size, len(plan.model.added_tokens)
+    base = with_added_rows(base, num_rows, num_added)
+    method = with_trained_rows(plan.method, base, num_rows, num_added)
+    parameters = trained_parameters(base, method, held, str(files.config["model_type"]))
     fsdp = plan.parallelism.fsdp
     layers = layer_names(parameters)
     if fsdp.auto_wrap_policy is AutoWrapPolicy.TRANSFORMER_BASED_WRAP and fsdp.transformer_layer_cls_to_wrap is not None:
@@ -129,11 +135,7 @@ def model_shape(plan: RunPlan, files: ModelMetadata) -> ModelShape:
                 f"{', '.join(fsdp.transformer_layer_cls_to_wrap)} only preflight can tell; leave it unset"
                 + (f" or name {own}" if own else "")
             )
-    return ModelShape(
-        parameters,
-        unit_names(parameters, fsdp, layers),
-        facts_of(files.config, is_stored_otherwise=any(EXPERT.search(name) for name in files.tensors) or None),
-    )
+    return ModelShape(parameters, unit_names(parameters, fsdp, layers), replace(facts, vocabulary_size=num_rows + num_added))
 
 
 def _base(files: ModelMetadata, held: str) -> tuple[ParameterShape, ...]:

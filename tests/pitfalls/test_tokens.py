@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PeftConfig, get_peft_model
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
 
 from tests.pitfalls.lab.ranks import run_ranks
-from tests.pitfalls.manifests import findings
+from tests.pitfalls.manifests import findings, specs
 from tests.pitfalls.one_process import llama, tokens
+from tests.support.tiny_model import write_tokenizer
 
 
 def adapted(base: dict[str, Any] | None = None, **settings: Any) -> torch.nn.Module:
@@ -93,3 +96,38 @@ def test_trained_rows_under_fsdp_1():
     assert not any(result.failed for result in run_ranks(shard_one, {}, "float32", True))
     assert rule not in findings({"version": 1, "useOrigParams": True}, type="LoRA", lora=rows, dtype="float32")
     assert rule not in findings({"version": 2}, type="LoRA", lora=rows, dtype="bfloat16")
+
+
+@pytest.mark.reproduces("added-token-repeated")
+def test_a_token_is_added_once(tmp_path):
+    write_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    known = len(tokenizer)
+    tokenizer.add_tokens([AddedToken("<|tool|>"), AddedToken("<|tool|>", special=True)])
+    assert len(tokenizer) == known + 1
+    assert tokenizer.added_tokens_decoder[known].special is True
+    tool = {"content": "<|tool|>"}
+    _, right = specs("added-token-repeated", {"model.addedTokens": [tool, {**tool, "special": True}]})
+    assert [token.model_dump(exclude_defaults=True) for token in right.model.added_tokens or []] == [tool]
+
+
+def last_row_moves(config: PeftConfig) -> bool:
+    """Whether training moves the row of a token that the embeddings were resized for."""
+    base = llama(tie_word_embeddings=True)
+    base.resize_token_embeddings(65, mean_resizing=False)
+    begun = base.get_input_embeddings().weight[64].detach().clone()
+    model = get_peft_model(base, config)
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1.0)
+    ids = torch.full((1, 8), 64)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    return not torch.equal(model.merge_and_unload().get_input_embeddings().weight[64], begun)
+
+
+@pytest.mark.reproduces("added-tokens-untrained")
+def test_rows_of_added_tokens_stay_what_they_began_as():
+    targets = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+    assert not last_row_moves(IA3Config(**targets, feedforward_modules=[]))
+    _, right = specs("added-tokens-untrained", {"model.addedTokens": [{"content": "<|tool|>"}], "method": {"type": "IA3"}})
+    assert right.method.type == "LoRA"
+    assert last_row_moves(LoraConfig(**targets, trainable_token_indices=[64]))

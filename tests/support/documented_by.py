@@ -123,6 +123,9 @@ BLOCKS: Mapping[str, By | PartOf | No] = {
     "docs/results.md: base64 -d SHA256SUMS.sig > SHA256SUMS.signature": By(
         "tests/integration/test_publish.py::test_signed_results_are_verified_by_the_documented_commands", "signing.pub"
     ),
+    "docs/training.md: spec:": By(
+        "tests/unit/finetune_trainer/preflight/test_added_tokens.py::test_the_tokens_of_the_page_are_added"
+    ),
     "docs/training.md: FROM python:3.11-slim-bookworm AS trackers": No(
         "its first image comes from Docker Hub; tests/unit/finetune_trainer/observe/test_services_for_real.py installs the "
         "packages that it names, and a test compares the names"

@@ -29,6 +29,8 @@ COVERED_BY = {
     "finetune_job/rules/cel/*": "finetune_job/test_crd.py",
     "finetune_job/rules/*": "finetune_job/rules/test_book_verdicts.py",
     # Modules whose test has another name.
+    "finetune_job/plan/digest.py": "finetune_job/plan/test_launch_plan_of_other_releases.py",
+    "finetune_trainer/added_tokens.py": "finetune_trainer/preflight/test_added_tokens.py",
     "finetune_cli/answers.py": "finetune_cli/commands/test_cluster_jobs.py",
     "finetune_cli/app.py": "finetune_cli/checks/test_estimate.py",
     "finetune_cli/local_verbs.py": "finetune_cli/commands/test_run.py",

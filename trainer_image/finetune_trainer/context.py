@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -14,6 +14,7 @@ from finetune_job.layout import OutputLayout, WorkspaceLayout
 from finetune_job.names import CLAIMS_MOUNT
 from finetune_job.plan.digest import learning_sha256
 from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.added_tokens import read_added_tokens, with_trained_rows
 from finetune_trainer.errors import PlanMismatchError
 from finetune_trainer.files import link_root
 
@@ -44,13 +45,28 @@ class RunContext:
         return OutputLayout(self.path(self.plan.output))
 
     @property
-    def base_model(self) -> Path:
+    def source_model(self) -> Path:
+        """The directory that the job names, or what was fetched of it."""
         return self.path(self.plan.model.location)
+
+    @property
+    def base_model(self) -> Path:
+        """What is trained and merged into: that directory, or what preflight has made of it with the job's added tokens."""
+        return self.workspace.base_with_tokens if self.plan.model.added_tokens else self.source_model
 
     @property
     def base_model_root(self) -> Path:
         """Below which links of the base model may lead."""
-        return self.links_lead_to or link_root(self.base_model, self.claims_root / self.plan.model.location.claim)
+        claim = self.plan.workspace.claim if self.plan.model.added_tokens else self.plan.model.location.claim
+        return self.links_lead_to or link_root(self.base_model, self.claims_root / claim)
+
+    def with_trained_rows(self) -> RunContext:
+        """The same with a plan that trains the rows of added tokens, as soon as preflight has made these.
+
+        Raises ModelError if the record is not what preflight writes, OSError.
+        """
+        added = read_added_tokens(self.workspace.added_tokens) if self.plan.model.added_tokens else None
+        return self if added is None else replace(self, plan=with_trained_rows(self.plan, added))
 
     @property
     def learning_sha256(self) -> str:
@@ -94,7 +110,8 @@ def add_until_step(arguments: argparse.ArgumentParser) -> None:
 
 
 def run_context(arguments: argparse.Namespace) -> RunContext:
-    """The plan that the arguments name. Raises PlanMismatchError."""
+    """The plan that the arguments name. Raises PlanMismatchError, and as `with_trained_rows`."""
     plan = read_plan(arguments.plan, arguments.plan_sha256)
     until = getattr(arguments, "until_step", None)
-    return RunContext(plan, arguments.plan_sha256, arguments.claims_root, arguments.attempt, until_step=until)
+    context = RunContext(plan, arguments.plan_sha256, arguments.claims_root, arguments.attempt, until_step=until)
+    return context.with_trained_rows()

@@ -22,6 +22,7 @@ _EXAMPLES: dict[str, Any] = {
     "FineTuneJobSpec.data": {"source": "pvc://data/train.jsonl"},
     "FineTuneJobSpec.workspace": {"volumeClaimTemplate": {"storage": "100Gi"}},
     "ModelSpec.source": "pvc://models/base",
+    "AddedToken.content": "<|tool|>",
     "ValidationData.source": "pvc://data/held-out.jsonl",
     "Dataset.source": "pvc://data/train.jsonl",
     "DataSpec.source": "pvc://data/train.jsonl",

@@ -134,6 +134,20 @@ def _trackers(value: Any, _spec: Spec) -> Equivalent:
     return Equivalent(f"write spec.training.trackers: [{', '.join(names)}]", {"training.trackers": names}, is_certain=True)
 
 
+def _added_tokens(*, special: bool) -> _Translate:
+    """A list of them, or a text in which commas are between them."""
+    more = ", each with special: true" if special else ""
+    fix = f"name them as content in spec.model.addedTokens{more}: their rows are trained"
+
+    def translate(value: Any, _spec: Spec) -> Equivalent:
+        given = value if isinstance(value, list) else [] if _is_off(value) else str(value).split(",")
+        names = [str(one).strip() for one in given if str(one).strip()]
+        tokens = [{"content": name, **({"special": True} if special else {})} for name in names]
+        return Equivalent(fix, {"model.addedTokens": tokens} if tokens else {}, is_certain=True)
+
+    return translate
+
+
 def _warmup_steps(value: Any, spec: Spec) -> Equivalent:
     total, steps, share = _total_steps(spec), count(value), _share(value)
     if share is not None or _is_off(value):
@@ -268,6 +282,10 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     (("lora_target_modules", "lora_target", "target"), _targets),
     (("lora_target_linear",), _switch("method.lora.targetModules", ["all-linear"], unset="targetModules names the layers")),
     (("lora_modules_to_save", "additional_target"), _same("method.lora.modulesToSave")),
+    (("add_tokens", "tokens", "new_tokens"), _added_tokens(special=False)),
+    (("add_special_tokens", "additional_special_tokens"), _added_tokens(special=True)),
+    (("resize_vocab", "resize_token_embeddings_to_32x", "resize_token_embeddings"), _not_here(
+        "spec.model.addedTokens gives the embeddings a row for each token that it names")),
     (("lora_model_dir", "adapter_name_or_path", "adapter_model"), _not_here(
         "an adapter is not trained further; merge it with `finetune merge` and name the merged model in spec.model.source")),
     (("use_dora",), _switch("method.type", "DoRA")),

@@ -82,6 +82,7 @@ def look(
             "settings": plan.data.model_dump(mode="json", exclude={"train", "validation", "packing"}),
             "sources": [{"split": split, **each.model_dump(mode="json")} for split, each in here],
             "model": str(model) if model.is_dir() else None,
+            "added_tokens": [token.model_dump() for token in plan.model.added_tokens],
             "model_files": _model_files(plan, Path(root), model) if checks_model and _is_here(plan, directories, model) else None,
             "limit": limit,
             "shown": shown,

@@ -21,6 +21,17 @@ class Attention(StrEnum):
     documents is computed. On a GPU of compute capability 8.0 or later, in 16 bits; a CPU computes one document at a time."""
 
 
+class AddedToken(ApiModel):
+    """A token that the base model's tokenizer does not have."""
+
+    content: Annotated[str, StringConstraints(min_length=1, max_length=128)]
+    """Its text, which is never split: such as <|tool|>."""
+    special: bool = False
+    """Whether it stands for something else than text, so that `decode(..., skip_special_tokens=True)` leaves it out."""
+    stop: bool = False
+    """Whether generation stops at it, as at the end of a turn: its id is in `eos_token_id` of generation_config.json."""
+
+
 class ModelSpec(ApiModel):
     """Which base model, and how it is loaded."""
 
@@ -41,6 +52,10 @@ class ModelSpec(ApiModel):
     max_positions: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
     """Longest record, in tokens, of a model whose positions are rotary: they can be computed beyond what the model has learnt.
     Other models do not look at it. Unset: as config.json says, stretched by its rotary scaling."""
+    added_tokens: Annotated[list[AddedToken], Field(min_length=1, max_length=256)] | None = None
+    """Tokens to add to the tokenizer, each with a row of its own in the embeddings, which begins as the mean of the rows of all
+    known tokens and is trained. Preflight writes the base model with these rows to the workspace; adapter and merged model come
+    with the tokenizer. Unset: the tokenizer stays as it is."""
     allow_remote_code: bool = False
     """Whether Python code in the model directory may run. The profile must allow it too."""
 

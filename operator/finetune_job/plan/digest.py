@@ -23,7 +23,8 @@ _SPEED_LORA_FIELDS = {"fused_forward"}
 _LATER_LORA_FIELDS = {"target_parameters", "trainable_token_indices"}
 """Not in every plan: in one that lacks them they are not part of the digest either, as in the release that froze it."""
 _LATER_TRAINING_FIELDS = {"start_from"}
-"""The same of what is None unless a job asks for it."""
+_LATER_MODEL_FIELDS = {"added_tokens"}
+"""The same of what is None or empty unless a job asks for it."""
 _LEARNING_FIELDS = ("version", "job", "model", "data", "method", "training", "evaluation")
 
 
@@ -43,10 +44,13 @@ def learning_sha256(plan: RunPlan) -> str:
     for part, excluded in _SPEED_FIELDS.items():
         for name in excluded:
             del content[part][name]
-    for name in _LATER_TRAINING_FIELDS:
-        if content["training"][name] is None:
-            del content["training"][name]
+    for part, later in (("training", _LATER_TRAINING_FIELDS), ("model", _LATER_MODEL_FIELDS)):
+        for name in later:
+            if not content[part][name]:
+                del content[part][name]
     lora = plan.method.lora
+    if lora is not None and not lora.separate_token_rows:
+        del content["method"]["lora"]["separate_token_rows"]
     for name in () if lora is None else _SPEED_LORA_FIELDS | _LATER_LORA_FIELDS - lora.model_fields_set:
         del content["method"]["lora"][name]
     return text_sha256(json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False))

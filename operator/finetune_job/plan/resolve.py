@@ -23,6 +23,7 @@ from finetune_job.plan.resolve_model import fsdp_plan, method_plan
 from finetune_job.plan.resolve_training import checkpoint_plan, evaluation_plan, training_plan
 from finetune_job.plan.run_plan import (
     ATTENTION_FIELD,
+    AddedTokenPlan,
     JobIdentity,
     MergePlanSettings,
     ModelPlan,
@@ -61,6 +62,7 @@ def resolve(
             dtype=spec.model.dtype,
             attention=attention_of(spec, choices, on_gpu=on_gpu),
             max_positions=spec.model.max_positions,
+            added_tokens=tuple(AddedTokenPlan.model_validate(token.model_dump()) for token in spec.model.added_tokens or ()),
             allow_remote_code=spec.model.allow_remote_code,
         ),
         data=data_plan(spec, choices, places),

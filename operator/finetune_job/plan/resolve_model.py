@@ -10,6 +10,7 @@ from finetune_job.api.method import ALL_LINEAR, LoraSpec, MethodType, Quantizati
 from finetune_job.api.parallelism import AutoWrapPolicy, FsdpSpec, MixedPrecisionSpec
 from finetune_job.api.training import Precision
 from finetune_job.methods import METHODS, Family
+from finetune_job.module_names import names_embedding
 from finetune_job.plan.choices import Choices
 from finetune_job.plan.run_plan import (
     AdapterPlan,
@@ -118,8 +119,17 @@ def has_own_units(spec: FineTuneJobSpec) -> bool:
 
 
 def _trains_rows(spec: FineTuneJobSpec) -> bool:
-    """Whether rows of an embedding are trained."""
-    return spec.method.lora is not None and spec.method.lora.trainable_token_indices is not None
+    """Whether rows of an embedding are trained, next to which the others are frozen."""
+    lora = spec.method.lora or LoraSpec()
+    return lora.trainable_token_indices is not None or trains_added_rows(spec)
+
+
+def trains_added_rows(spec: FineTuneJobSpec) -> bool:
+    """Whether an adapter trains rows of added tokens alone, because nothing else of the job trains the embedding."""
+    lora = spec.method.lora or LoraSpec()
+    trained = (*(lora.modules_to_save or ()), *(lora.target_modules or ()))
+    is_lora = METHODS[spec.method.type].family is Family.LORA
+    return bool(spec.model.added_tokens) and is_lora and names_embedding(trained) is None
 
 
 def fsdp_plan(spec: FineTuneJobSpec, choices: Choices) -> FsdpPlan:

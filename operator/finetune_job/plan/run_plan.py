@@ -9,7 +9,7 @@ those that the user left open.
 from collections.abc import Iterable
 from typing import Any, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from finetune_job.api.base import ClaimPath
 from finetune_job.api.enumerations import Dtype, MergeBase
@@ -41,6 +41,18 @@ class JobIdentity(PlanModel):
     uid: str
 
 
+class AddedTokenPlan(PlanModel):
+    """A token that the tokenizer does not have."""
+
+    content: str
+    special: bool = False
+    stop: bool = False
+
+    def written(self) -> dict[str, Any]:
+        """As a manifest has it."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+
 class ModelPlan(PlacedModel):
     """Base model."""
 
@@ -52,6 +64,8 @@ class ModelPlan(PlacedModel):
     attention: Attention
     max_positions: int | None = None
     """None: as config.json says. Only of rotary positions."""
+    added_tokens: tuple[AddedTokenPlan, ...] = ()
+    """In the order of their ids."""
     allow_remote_code: bool
 
     @model_validator(mode="before")
@@ -104,6 +118,9 @@ class LoraPlan(PlanModel):
     init_lora_weights: LoraInit = LoraInit.ZERO_B
     modules_to_save: tuple[str, ...]
     trainable_token_indices: tuple[int, ...] = ()
+    separate_token_rows: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    """Rows by module, in place of `trainable_token_indices`: where the output head has rows of added tokens that are not the
+    embedding's. Filled in by the trainer, which knows their ids."""
     rank_pattern: dict[str, int]
     alpha_pattern: dict[str, int]
     lora_plus_ratio: float | None = None

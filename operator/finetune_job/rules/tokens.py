@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from finetune_job.api.enumerations import Dtype
-from finetune_job.module_names import TOKEN_EMBEDDINGS
+from finetune_job.api.method import MethodType
+from finetune_job.methods import METHODS, Family
+from finetune_job.module_names import names_embedding
 from finetune_job.plan.element_types import held_dtype
+from finetune_job.plan.resolve_model import trains_added_rows
 from finetune_job.rules.rule import Problem, Reproduction, RuleContext, rule
 from finetune_job.sharding import Conflict, HeldParameter, unit_conflict
 
 TOKENS = "method.lora.trainableTokenIndices"
+ADDED = "model.addedTokens"
 _TARGETS, SAVED = "method.lora.targetModules", "method.lora.modulesToSave"
 _VERSION, _ORIG_PARAMS = "parallelism.fsdp.version", "parallelism.fsdp.useOrigParams"
 _AUTOCAST = "method.lora.autocastAdapterDtype"
@@ -59,13 +63,13 @@ def trainable_tokens_overlap(context: RuleContext) -> Problem | None:
     if lora.trainable_token_indices is None:
         return None
     for field, names in ((SAVED, lora.modules_to_save or []), (_TARGETS, lora.target_modules or [])):
-        both = [name for name in names if name.rsplit(".", 1)[-1] in TOKEN_EMBEDDINGS]
-        if both:
+        both = names_embedding(names)
+        if both is not None:
             return Problem(
                 field=field,
                 value=names,
-                message=f"{both[0]} is the embedding, of which trainableTokenIndices trains some rows; PEFT cannot do both",
-                fix=f"remove {TOKENS}, or {both[0]} from {field}",
+                message=f"{both} is the embedding, of which trainableTokenIndices trains some rows; PEFT cannot do both",
+                fix=f"remove {TOKENS}, or {both} from {field}",
                 changes={TOKENS: None},
             )
     return None
@@ -74,7 +78,7 @@ def trainable_tokens_overlap(context: RuleContext) -> Problem | None:
 @rule(
     "fsdp1-trainable-tokens",
     "FSDP 1 holds the embedding and its trained rows in one unit",
-    reads=(TOKENS, _VERSION, _ORIG_PARAMS, _AUTOCAST, "model.dtype", "training.precision"),
+    reads=(TOKENS, ADDED, _VERSION, _ORIG_PARAMS, _AUTOCAST, "model.dtype", "training.precision"),
     sources=("torch: torch/distributed/fsdp/_flat_param.py, _init_metadata", "peft: peft/tuners/trainable_tokens/layer.py"),
     reproduction=Reproduction(
         f"{_TESTS}::test_trained_rows_under_fsdp_1",
@@ -84,7 +88,8 @@ def trainable_tokens_overlap(context: RuleContext) -> Problem | None:
 )
 def fsdp1_trainable_tokens(context: RuleContext) -> Problem | None:
     plan = context.plan
-    if context.lora.trainable_token_indices is None or plan.method.lora is None:
+    trains_rows = context.lora.trainable_token_indices is not None or trains_added_rows(context.spec)
+    if not trains_rows or plan.method.lora is None:
         return None
     # Stored weights alone may tell the embedding's type; preflight looks at them.
     held = held_dtype(plan) or Dtype.FLOAT32
@@ -106,4 +111,64 @@ def fsdp1_trainable_tokens(context: RuleContext) -> Problem | None:
     )
 
 
-RULES = (trainable_token_repeated, trainable_tokens_overlap, fsdp1_trainable_tokens)
+@rule(
+    "added-token-repeated",
+    "A token is added once",
+    reads=(ADDED,),
+    sources=("tokenizers: AddedVocabulary.add_tokens",),
+    reproduction=Reproduction(
+        f"{_TESTS}::test_a_token_is_added_once", "no error: one token, whose settings are those of the last time"
+    ),
+    holds_for="tokenizers >= 0.13",
+)
+def added_token_repeated(context: RuleContext) -> Problem | None:
+    tokens = context.spec.model.added_tokens or []
+    contents = [token.content for token in tokens]
+    repeated = next((content for content in contents if contents.count(content) > 1), None)
+    if repeated is None:
+        return None
+    once = [token for number, token in enumerate(tokens) if token.content not in contents[:number]]
+    return Problem(
+        field=ADDED,
+        value=repeated,
+        message=f"{repeated!r} is named more than once, and is one token all the same",
+        fix="name each token once",
+        changes={ADDED: [token.model_dump(mode="json", exclude_defaults=True) for token in once]},
+    )
+
+
+@rule(
+    "added-tokens-untrained",
+    "Rows of added tokens are trained",
+    reads=(ADDED, "method.type", "method.settings"),
+    sources=("peft: the tuners, which freeze all that they do not adapt", "transformers: resize_token_embeddings"),
+    reproduction=Reproduction(
+        f"{_TESTS}::test_rows_of_added_tokens_stay_what_they_began_as",
+        "no error: after training the rows of added tokens are what they were before it",
+    ),
+    holds_for="peft >= 0.15",
+)
+def added_tokens_untrained(context: RuleContext) -> Problem | None:
+    method = context.spec.method
+    tokens, kind = context.spec.model.added_tokens, METHODS[method.type]
+    if not tokens or kind.family is not Family.OTHER or kind.refused or method.type is MethodType.TRAINABLE_TOKENS:
+        return None
+    if (method.settings or {}).get("modulesToSave"):
+        return None  # preflight knows whether these are the embeddings
+    return Problem(
+        field=ADDED,
+        value=tokens[0].content,
+        message=f"{method.type.value} trains no row of the embeddings, so added tokens would stay what they begin as",
+        fix="set method.type: LoRA, which trains the rows of added tokens, or Full; or name the embeddings in "
+        "method.settings.modulesToSave",
+        changes={"method.type": MethodType.LORA.value, "method.settings": None},
+    )
+
+
+RULES = (
+    trainable_token_repeated,
+    trainable_tokens_overlap,
+    fsdp1_trainable_tokens,
+    added_token_repeated,
+    added_tokens_untrained,
+)

@@ -21,7 +21,7 @@ from tests.unit.finetune_cli.manifests import ACCEPTED, edited, findings
             1,
             "spec.model.zzz",
             "there is no such field",
-            "remove spec.model.zzz; allowed here: allowRemoteCode, attention",
+            "remove spec.model.zzz; allowed here: addedTokens, allowRemoteCode, attention",
         ),
         ("spec.training.maxSteps", "ten", "spec.training.maxSteps", "should be a valid integer", "write a whole number"),
         ("spec.training.maxSteps", "12", "spec.training.maxSteps", "should be a valid integer", "write 12, a whole number"),

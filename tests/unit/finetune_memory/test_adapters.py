@@ -9,8 +9,10 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from finetune_memory.adapters import trained_parameters
+from finetune_memory.describe import ModelMetadata, model_shape
 from finetune_memory.families import base_parameters
 from finetune_memory.model_shape import UnknownModelError
+from finetune_trainer.added_tokens import AddedTokens, with_trained_rows
 from finetune_trainer.model.adapters import attach
 from tests.support.tiny_model import plan_of, tiny_spec
 from tests.unit.finetune_memory.configs import CONFIGS
@@ -42,9 +44,44 @@ def test_whole_modules_beside_the_adapter(name: str) -> None:
     _compare(name, {"type": "LoRA", "lora": {"modulesToSave": ["embed_tokens"]}})
 
 
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Llama-3.2-1B", "GPT-2"])
+@pytest.mark.parametrize("saved", [["lm_head"], ["embed_tokens", "wte", "lm_head"]])
+def test_a_head_that_is_saved_whole_has_a_copy_of_its_own(name: str, saved: list[str]) -> None:
+    """A tied one, too: as many values again as the embedding has."""
+    _compare(name, {"type": "LoRA", "lora": {"modulesToSave": saved}})
+
+
 @pytest.mark.parametrize("name", ["Llama-3.1-8B", "Llama-3.2-1B"])
 def test_trainable_tokens(name: str) -> None:
     _compare(name, {"type": "LoRA", "lora": {"trainableTokenIndices": [3, 7, 11], "targetModules": ["q_proj"]}})
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Llama-3.2-1B"])
+@pytest.mark.parametrize("lora", [{}, {"modulesToSave": ["embed_tokens"]}, {"modulesToSave": ["embed_tokens", "lm_head"]}])
+def test_rows_of_added_tokens(name: str, lora: dict[str, Any]) -> None:
+    """Before the tokenizer is known: as many rows as tokens, and what PEFT makes of the model that has them."""
+    spec = tiny_spec(model={"addedTokens": [{"content": each} for each in ("<a>", "<b>", "<c>")]})
+    spec["method"] = {"type": "LoRA", "lora": {"targetModules": ["q_proj"], **lora}}
+    plan, config = plan_of(spec), dict(CONFIGS[name])
+    known = config["vocab_size"]
+    rows = (known, known + 1, known + 2)
+    is_tied = bool(config.get("tie_word_embeddings"))
+    added = AddedTokens(
+        base_digest="",
+        tokens=plan.model.added_tokens,
+        ids=rows,
+        num_rows=known + 3,
+        has_more_rows=True,
+        embedding="embed_tokens",
+        separate_head=None if is_tied else "lm_head",
+    )
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**config | {"vocab_size": known + 3}))
+    real = attach(base.float(), with_trained_rows(plan, added))
+    expected = {(name, tuple(each.shape)) for name, each in real.named_parameters()}
+    shape = model_shape(plan, ModelMetadata(config, {}))
+    assert {(each.name, each.shape) for each in shape.parameters} == expected
+    assert shape.facts.vocabulary_size == known + 3
 
 
 def test_stacked_weights_of_experts() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +17,7 @@ from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.catalogue.book import make_finding
 from finetune_job.chat_templates import fitting_template, name_of
 from finetune_job.finding import Finding
+from finetune_trainer.added_tokens import FIELD as ADDED_FIELD
 from finetune_trainer.data.chat import ChatTemplate
 from finetune_trainer.data.records import Record, RecordProblem
 from finetune_trainer.data.render_chat import ChatError, Tokenizer, template_source
@@ -24,7 +25,7 @@ from finetune_trainer.data.template_probe import PROBE, chat_template
 from finetune_trainer.data.tokenize import THOUGHTS, EndlessTemplateError, tokenize
 
 if TYPE_CHECKING:  # what looks at the first records does without it
-    from finetune_job.plan.run_plan import RunPlan
+    from finetune_job.plan.run_plan import AddedTokenPlan, RunPlan
 
 FIELD = "spec.model.source"
 _OF_FOREIGN_TOKENS = ("chat-template-unusable", "chat-marker-split")
@@ -55,7 +56,7 @@ def load_checked_tokenizer(plan: RunPlan, directory: Path) -> tuple[Tokenizer | 
     if tokenizer is None:
         return None, found
     try:
-        found += run_sandboxed(lambda: check_chat_template(plan.data, tokenizer, directory))
+        found += run_sandboxed(lambda: check_chat_template(plan.data, tokenizer, directory, plan.model.added_tokens))
     except SandboxEndedError as error:
         fix = "set spec.data.chatTemplate to a template without endless loops or huge texts"
         where = "spec.data.chatTemplate" if plan.data.chat_template is not None else FIELD
@@ -111,11 +112,13 @@ class TemplateSettings(Protocol):
     def chat_template(self) -> str | None: ...
 
 
-def check_chat_template(data: TemplateSettings, tokenizer: Tokenizer, directory: Path) -> list[Finding]:
+def check_chat_template(
+    data: TemplateSettings, tokenizer: Tokenizer, directory: Path, added: Sequence[AddedTokenPlan] = ()
+) -> list[Finding]:
     """What is wrong with the template for any chat: it is tried on a plain one. For other formats, with the token that ends a
     text.
 
-    directory: of the model, for the tokens at which its generation stops.
+    directory: of the model, for the tokens at which its generation stops. added: the job's own tokens.
     """
     if data.format is not DataFormat.CHAT:
         return _unknown_end(tokenizer, directory)
@@ -148,8 +151,14 @@ def check_chat_template(data: TemplateSettings, tokenizer: Tokenizer, directory:
         found.append(of_template("chat-template-without-begin", unbegun, "begin the template with {{ bos_token }}"))
     template = chat_template(tokenizer, template_source(tokenizer, data.chat_template))
     stop, number = list(template.stops.items())[-1]
+    own = next((token for token in added if token.content == stop), None)
     known = generation_stops(tokenizer, directory)
-    if number not in known:
+    if number not in known and own is not None and not own.stop:
+        endless = f"turns end with {stop!r}, an added token at which generation would not stop"
+        tokens = [{**token.written(), **({"stop": True} if token is own else {})} for token in added]
+        fix = f"set stop: true for {stop!r} in {ADDED_FIELD}"
+        found.append(of_template("chat-stop-token-unknown", endless, fix, {ADDED_FIELD: tokens}))
+    elif number not in known and own is None:
         endless = f"turns end with {stop!r} ({number}), but generation stops at {sorted(known)}, so a server would not stop there"
         fix = f"add {number} to eos_token_id in generation_config.json of the model"
         found.append(of_template("chat-stop-token-unknown", endless, fix))
@@ -210,7 +219,7 @@ def check_markers(template: ChatTemplate, tokenizer: Tokenizer, *, learns_turns:
             yield MarkerProblem(
                 "chat-marker-split",
                 f"the template writes {split[0]!r}, which is not a token of the tokenizer but {len(pieces)} pieces of plain text",
-                "add it to the tokenizer and train its row, or write a spec.data.chatTemplate with tokens that exist",
+                f"name it in {ADDED_FIELD}, or write a spec.data.chatTemplate with tokens that exist",
             )
     if not template.asks and template.headers:
         yield MarkerProblem(

@@ -16,9 +16,12 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune_trainer.files import CHAT_TEMPLATE_FILE, TEMPLATES, open_regular
+
+if TYPE_CHECKING:
+    from finetune_job.plan.run_plan import AddedTokenPlan
 
 _CONFIG, _MAP, _BACKEND = "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -37,9 +40,9 @@ class FileTokenizer:
 
     is_fast = True
 
-    def __init__(self, directory: Path) -> None:
-        """Raises TokenizerFilesError, OSError."""
-        from tokenizers import Tokenizer
+    def __init__(self, directory: Path, added: Sequence[AddedTokenPlan] = ()) -> None:
+        """added: tokens of the job that the files do not have. Raises TokenizerFilesError, OSError."""
+        from tokenizers import AddedToken, Tokenizer
 
         with open_regular(directory / _BACKEND) as file:
             content = file.read().decode(errors="replace")
@@ -47,6 +50,7 @@ class FileTokenizer:
             self.backend_tokenizer = Tokenizer.from_str(content)
         except Exception as error:  # the library raises nothing more telling
             raise TokenizerFilesError(f"{_BACKEND} is not a tokenizer ({str(error)[:300]})") from error
+        self.backend_tokenizer.add_tokens([AddedToken(each.content, special=each.special, normalized=False) for each in added])
         config = {**_object(directory / _MAP), **_object(directory / _CONFIG)}
         self.special_tokens_map = {name: text for name in _TOKENS if (text := _content(config.get(name)))}
         self.added_tokens_decoder: Mapping[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
@@ -72,6 +76,11 @@ class FileTokenizer:
         if wanted not in self._templates:
             raise ValueError("no chat template")
         return self._templates[wanted]
+
+    def vocabulary(self) -> Mapping[str, int]:
+        """Ids by text, of all tokens."""
+        found: Mapping[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.backend_tokenizer.decode(list(ids), skip_special_tokens=False))

@@ -62,7 +62,9 @@ def lora_config(lora: LoraPlan) -> LoraConfig:
         layers_to_transform=None if lora.layers_to_transform is None else list(lora.layers_to_transform),
         init_lora_weights=True if lora.starts_from_base else _INITS.get(lora.init_lora_weights, lora.init_lora_weights.value),
         modules_to_save=list(lora.modules_to_save) or None,
-        trainable_token_indices=list(lora.trainable_token_indices) or None,
+        trainable_token_indices=(
+            {name: list(rows) for name, rows in lora.separate_token_rows.items()} or list(lora.trainable_token_indices) or None
+        ),
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern=dict(lora.alpha_pattern),
         use_rslora=lora.use_rslora,

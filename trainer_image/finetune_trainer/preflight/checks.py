@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.added_tokens import AddedTokens
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.prepare import Preparation
 from finetune_trainer.data.render_chat import Tokenizer
@@ -61,6 +62,8 @@ class JobInspection:
     findings: list[Finding] = field(default_factory=list)
     storage_is_ready: bool = False
     files: ModelFiles | None = None
+    added: AddedTokens | None = None
+    """Tokens that the base does not have, once it has been written with them."""
     tokenizer: Tokenizer | None = None
     expressions_compile: bool = False
     structure: ModelStructure | None = None
@@ -91,6 +94,13 @@ class JobInspection:
         return self.files
 
     @property
+    def known_added(self) -> AddedTokens:
+        """Of checks that need `has_added_tokens`."""
+        if self.added is None:
+            raise LookupError("no token was added")
+        return self.added
+
+    @property
     def known_data(self) -> Preparation:
         """Of checks after check_data."""
         if self.data is None:
@@ -113,6 +123,10 @@ def files_are_whole(seen: JobInspection) -> bool:
 
 def expressions_compile(seen: JobInspection) -> bool:
     return seen.expressions_compile
+
+
+def has_added_tokens(seen: JobInspection) -> bool:
+    return seen.added is not None
 
 
 def has_tokenizer(seen: JobInspection) -> bool:

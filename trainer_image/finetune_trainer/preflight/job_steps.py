@@ -56,7 +56,7 @@ def check_files(seen: JobInspection) -> Iterable[Finding]:
     """Fill in `files`."""
     location = seen.plan.model.location
     claim = seen.context.claims_root / location.claim
-    seen.files = inspect_model_files(seen.context.base_model, f"pvc://{location.claim}/{location.path}", claim)
+    seen.files = inspect_model_files(seen.context.source_model, f"pvc://{location.claim}/{location.path}", claim)
     return seen.files.findings
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -21,7 +23,7 @@ from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.inspection.report import ModelStructure
-from finetune_trainer.processes.child import ChildEnd, encode_answer, parse_answer, start_answering, wait_for_answer
+from finetune_trainer.processes.child import Child, ChildEnd, encode_answer, parse_answer, start_answering, wait_for_answer
 from finetune_trainer.processes.sandbox import how_it_ended, limit_this_process
 from finetune_trainer.processes.start import NO_ADVICE, torch_is_kept_out
 
@@ -31,8 +33,8 @@ ANSWER_BYTES = 32 << 20
 """A structure of 100,000 trained tensors takes some 20 MB."""
 
 
-DECOMPOSITION_SECONDS = 24 * 3600.0
-"""For the first values of all layers; preflight refuses what it expects to take more than an hour."""
+LONG_WORK_SECONDS = 24 * 3600.0
+"""For what reads all weights, such as the first values of all layers, of which preflight refuses more than an hour."""
 
 
 class ModelCheckError(TrainerError):
@@ -64,23 +66,39 @@ def computed_first_values(context: RunContext) -> str:
         from finetune_trainer.model.first_values import ensure_first_values
 
         return ensure_first_values(context.plan, context.base_model, path)
-    command = [sys.executable, "-m", "finetune_trainer.model.first_values", "--parent", str(os.getpid())]
-    command += ["--model", str(context.base_model), "--to", str(path)]
-    environment = {name: value for name, value in os.environ.items() if name != NO_ADVICE}
-    child = start_answering(command, environment, context.plan.model_dump_json().encode(), ANSWER_BYTES)
+    arguments = ["--model", str(context.base_model), "--to", str(path)]
     # How long it takes was looked at before; the pod's deadlines hold besides.
-    ended = wait_for_answer(child, DECOMPOSITION_SECONDS)
+    work = ModuleWork("finetune_trainer.model.first_values", arguments, context.plan.model_dump_json().encode())
+    what, fix = "decomposes the base's weights", "its log says why; remove spec.method.lora.initLoraWeights to do without"
+    return answer_of(work.start(), what, fix).decode()
+
+
+@dataclass(frozen=True)
+class ModuleWork:
+    """A module with torch to be run as a program that dies with this process."""
+
+    name: str
+    arguments: Sequence[str]
+    given: bytes
+    """Its standard input."""
+
+    def start(self) -> Child:
+        command = [sys.executable, "-m", self.name, "--parent", str(os.getpid()), *self.arguments]
+        environment = {name: value for name, value in os.environ.items() if name != NO_ADVICE}
+        return start_answering(command, environment, self.given, ANSWER_BYTES)
+
+
+def answer_of(child: Child, what: str, fix: str) -> bytes:
+    """What a process says that `what`. Raises ModelCheckError if it does not come to its end."""
+    ended = wait_for_answer(child, LONG_WORK_SECONDS)
     if ended.code in (-signal.SIGKILL, 128 + signal.SIGKILL):
         raise ModelCheckKilledError(
-            "the process that decomposes the base's weights was killed (SIGKILL), most likely because memory ran out",
+            f"the process that {what} was killed (SIGKILL), most likely because memory ran out",
             "raise the memory of the profile's resources.preflight",
         )
     if ended.code != 0:
-        raise ModelCheckError(
-            f"the process that decomposes the base's weights ended with status {ended.code}",
-            "its log says why; remove spec.method.lora.initLoraWeights to do without",
-        )
-    return ended.answer.decode()
+        raise ModelCheckError(f"the process that {what} ended with status {ended.code}", fix)
+    return ended.answer
 
 
 def check_within_bounds(plan: RunPlan, directory: Path) -> bytes:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from finetune_job.api.base import ClaimPath
 from finetune_job.api.enumerations import Dtype
 from finetune_job.api.training import Precision
-from finetune_job.method_settings import known_settings
+from finetune_job.method_settings import TRAINED_ROWS_SETTING, known_settings
 from finetune_job.plan.run_plan import AdapterPlan, LoraPlan, MethodPlan, RunPlan
 from finetune_trainer.small_models.layers import KeptLayers
-from finetune_trainer.small_models.shrink import TRAINED_ROWS_SETTING, ConfigChange, SmallConfig, Tokens, trained_token_ids
+from finetune_trainer.small_models.shrink import ConfigChange, SmallConfig, Tokens, trained_token_ids
 
 STEPS = 3
 RESUMED_AFTER = 1
@@ -58,7 +59,7 @@ def scaled_plan(plan: RunPlan, shrunken: SmallConfig | None) -> tuple[RunPlan, l
     every_steps = None if plan.evaluation.every_steps is None else 2
     scaled = plan.model_copy(
         update={
-            "model": plan.model.model_copy(update={"location": ClaimPath(claim=MODEL_CLAIM)}),
+            "model": plan.model.model_copy(update={"location": ClaimPath(claim=MODEL_CLAIM), "added_tokens": ()}),
             "fetch": None,
             "publish": None,
             "placement": None,
@@ -164,7 +165,8 @@ def _small_lora(lora: LoraPlan, shrunken: SmallConfig, changes: list[ConfigChang
         "rank_pattern": {_renumbered(name, layers): _scaled(value, scale) for name, value in lora.rank_pattern.items()},
         "alpha_pattern": {_renumbered(name, layers): _scaled(value, scale) for name, value in lora.alpha_pattern.items()},
         "layers_to_transform": _numbers(lora.layers_to_transform, layers),
-        "trainable_token_indices": tuple(sorted({tokens.kept_token_of(token) for token in lora.trainable_token_indices})),
+        "trainable_token_indices": _kept(lora.trainable_token_indices, tokens),
+        "separate_token_rows": {name: _kept(rows, tokens) for name, rows in lora.separate_token_rows.items()},
         **{
             field: tuple(dict.fromkeys(_renumbered(name, layers) for name in getattr(lora, field)))
             for field in ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
@@ -175,6 +177,10 @@ def _small_lora(lora: LoraPlan, shrunken: SmallConfig, changes: list[ConfigChang
     return lora.model_copy(update=new)
 
 
+def _kept(rows: Iterable[int], tokens: Tokens) -> tuple[int, ...]:
+    return tuple(sorted({tokens.kept_token_of(row) for row in rows}))
+
+
 def _small_adapter(method: MethodPlan, adapter: AdapterPlan, shrunken: SmallConfig, changes: list[ConfigChange]) -> AdapterPlan:
     layers = shrunken.layers
     settings = dict(adapter.settings)
@@ -183,7 +189,7 @@ def _small_adapter(method: MethodPlan, adapter: AdapterPlan, shrunken: SmallConf
             numbers = _numbers(tuple(value) if isinstance(value, list) else (value,), layers)
             settings[name] = list(numbers or ())
         elif name == TRAINED_ROWS_SETTING:
-            settings[name] = sorted({shrunken.tokens.kept_token_of(token) for token in trained_token_ids(method)})
+            settings[name] = list(_kept(trained_token_ids(method), shrunken.tokens))
         elif isinstance(value, list) and all(isinstance(each, str) for each in value):
             settings[name] = list(dict.fromkeys(_renumbered(each, layers) for each in value))
         elif name.endswith("Pattern") and isinstance(value, dict):
@@ -238,7 +244,7 @@ def without_unmatched(method: MethodPlan, patterns: list[str], changes: list[Con
 
 def scaled_tokens(tokens: Tokens, method: MethodPlan) -> list[int]:
     """The tokens of the scaled-down model that the job trains."""
-    return sorted({tokens.kept_token_of(token) for token in trained_token_ids(method)})
+    return list(_kept(trained_token_ids(method), tokens))
 
 
 def _scaled(value: int, scale: float) -> int:

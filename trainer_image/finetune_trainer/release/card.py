@@ -16,6 +16,7 @@ from finetune_job.names import MANAGED_BY
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.markdown import block, code, one_line
 from finetune_trainer.release.card_sections import (
+    added_tokens,
     evaluation,
     licence,
     provenance,
@@ -30,6 +31,7 @@ from finetune_trainer.release.files import ADAPTER, MERGED
 from finetune_trainer.release.licence import OTHER_LICENCE
 
 _SECTIONS: tuple[tuple[str, Callable[[RunFacts], list[str]]], ...] = (
+    ("Added tokens", added_tokens),
     ("Training data", training_data),
     ("Settings", settings),
     ("Training", training),
@@ -157,6 +159,7 @@ def _load_adapter(facts: RunFacts) -> list[str]:
             "from peft import PeftModel\n"
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
             f'base = AutoModelForCausalLM.from_pretrained({base!r}, dtype="auto")\n'
+            f"{_resized(facts)}"
             f"model = PeftModel.from_pretrained(base, {where!r})\n"
             f"tokenizer = AutoTokenizer.from_pretrained({where!r})\n"
         )
@@ -168,6 +171,12 @@ def _load_adapter(facts: RunFacts) -> list[str]:
         "",
         *_serving(facts),
     ]
+
+
+def _resized(facts: RunFacts) -> str:
+    """AutoPeftModel sees from the adapter's tokenizer that the base needs more rows; PeftModel does not."""
+    added = facts.added
+    return f"base.resize_token_embeddings({added.num_rows})\n" if added is not None and added.has_more_rows else ""
 
 
 def _serving(facts: RunFacts) -> list[str]:

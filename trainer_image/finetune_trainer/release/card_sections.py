@@ -19,6 +19,18 @@ _SHOWN_FILES, _SHOWN_LICENCE_FILES = 5, 10
 _BASES = {MergeBase.ORIGINAL: "as it is stored", MergeBase.DEQUANTIZED: "as it was packed in training"}
 
 
+def added_tokens(facts: RunFacts) -> list[str]:
+    """What the tokenizer knows that the base's does not."""
+    if facts.added is None:
+        return []
+    rows = [
+        (code(token.content), str(number), "yes" if token.special else "no")
+        for token, number in zip(facts.added.tokens, facts.added.ids, strict=True)
+    ]
+    note = "The tokenizer that comes with the model knows them; the base's does not."
+    return [*table(("token", "id", "special"), rows), "", note]
+
+
 def training_data(facts: RunFacts) -> list[str]:
     """Sources with their counts and digests."""
     header = ("source", "split", "weight", "records", "tokens", "supervised tokens")

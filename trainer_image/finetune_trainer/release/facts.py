@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from finetune_job.api.base import ClaimPath
 from finetune_job.plan.launch_plan import FetchItem
 from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.added_tokens import AddedTokens, read_added_tokens
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.shards import TRAIN, VALIDATION, read_manifest
 from finetune_trainer.files import read_own
@@ -95,6 +96,8 @@ class RunFacts:
     """None where nothing was merged."""
     serving: ServingReport | None
     """None without an adapter."""
+    added: AddedTokens | None = None
+    """Tokens that the base does not have."""
     attempts: tuple[AttemptFacts, ...] = ()
     """Of training, in their order."""
 
@@ -106,7 +109,7 @@ def run_facts(
     verification: VerificationReport | None,
     serving: ServingReport | None,
 ) -> RunFacts:
-    """Read what is not given. Raises OSError, PreparedDataError."""
+    """Read what is not given. Raises OSError, PreparedDataError, ModelError."""
     plan, workspace = context.plan, context.workspace
     prepared = read_manifest(workspace.prepared)
     lines = read_own(workspace.history).decode(errors="replace") if workspace.history.is_file() else ""
@@ -127,6 +130,7 @@ def run_facts(
         trained_step=trained_step,
         verification=verification,
         serving=serving,
+        added=read_added_tokens(workspace.added_tokens) if plan.model.added_tokens else None,
         attempts=attempt_facts(workspace.accounts),
     )
 

@@ -20,6 +20,8 @@ from finetune_job.api.base import ClaimPath
 from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.finding import Finding
 from finetune_job.plan.mapping import MappingPlan
+from finetune_job.plan.run_plan import AddedTokenPlan
+from finetune_trainer.added_tokens import known_token
 from finetune_trainer.data.findings import (
     MAX_KINDS,
     TRAIN,
@@ -93,9 +95,9 @@ def answer(order: Mapping[str, Any], parent: int) -> bytes:
 
 
 def look(order: Mapping[str, Any]) -> dict[str, Any]:
-    """order: `claims_root`, `settings`, `sources` with the fields of DatasetPlan, `model` (a directory, or None), `limit` and
-    `shown` (records of each source), `only_existing` (sources that are not there are left out), `model_files` to look at and
-    `places` to write to, or None.
+    """order: `claims_root`, `settings`, `sources` with the fields of DatasetPlan, `model` (a directory, or None) and the job's
+    `added_tokens`, `limit` and `shown` (records of each source), `only_existing` (sources that are not there are left out),
+    `model_files` to look at and `places` to write to, or None.
     """
     root = Path(order["claims_root"])
     written = order["settings"]
@@ -111,7 +113,8 @@ def look(order: Mapping[str, Any]) -> dict[str, Any]:
         found = [each for each in found if not _is_absent(each)]
     findings = [*_check_places(order["places"], root), *_check_model(order["model_files"])]
     shared = find_shared((each.named, each.files, ()) for each in found)
-    tokenizer, why_not, told = _tokenizer(order["model"], settings)
+    added = [AddedTokenPlan(**each) for each in order["added_tokens"]]
+    tokenizer, why_not, told = _tokenizer(order["model"], settings, added)
     findings += told
     looks, shown = [], []
     held_out: set[bytes] = set()
@@ -166,7 +169,9 @@ def _check_model(model: Mapping[str, Any] | None) -> Sequence[Finding]:
     return () if named is None else (named,)
 
 
-def _tokenizer(directory: str | None, settings: DataSettings) -> tuple[FileTokenizer | None, str, list[Finding]]:
+def _tokenizer(
+    directory: str | None, settings: DataSettings, added: Sequence[AddedTokenPlan]
+) -> tuple[FileTokenizer | None, str, list[Finding]]:
     """None with the reason in words; without a finding if the files are not here, or not of a kind that is read here: preflight
     looks at them.
     """
@@ -177,7 +182,10 @@ def _tokenizer(directory: str | None, settings: DataSettings) -> tuple[FileToken
     try:
         if settings.format is DataFormat.CHAT:
             import_renderer()
-        tokenizer = FileTokenizer(Path(directory))
+        known = known_token(added, FileTokenizer(Path(directory)).vocabulary()) if added else None
+        if known is not None:
+            return None, "The tokenizer cannot be used, as is said below", [known]
+        tokenizer = FileTokenizer(Path(directory), added)
     except ModuleNotFoundError as error:
         return None, f"The tokenizer cannot be read without {error.name}, which is not installed", []
     except (TokenizerFilesError, OSError) as error:
@@ -185,7 +193,7 @@ def _tokenizer(directory: str | None, settings: DataSettings) -> tuple[FileToken
         return None, "The tokenizer cannot be used, as is said below", [found]
     if tokenizer.eos_token_id is None:
         return None, "The tokenizer has no token that ends a text", []
-    findings = check_chat_template(settings, tokenizer, Path(directory))
+    findings = check_chat_template(settings, tokenizer, Path(directory), added)
     if any(finding.severity == "error" for finding in findings):
         return None, "The chat template cannot be used, as is said below", findings
     return tokenizer, "", findings

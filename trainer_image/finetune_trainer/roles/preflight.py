@@ -27,12 +27,14 @@ from finetune_trainer.data.shards import TRAIN
 from finetune_trainer.files import write_durably
 from finetune_trainer.inspection.model_files import file_digests
 from finetune_trainer.inspection.report import SKIPPED, ModelReport, RehearsalReport, Verdict
+from finetune_trainer.preflight.added_tokens import add_tokens, check_rows, check_use
 from finetune_trainer.preflight.checks import (
     CheckStep,
     JobInspection,
     expressions_compile,
     files_are_whole,
     files_can_be_opened,
+    has_added_tokens,
     has_structure,
     has_tokenizer,
     has_training_data,
@@ -73,6 +75,21 @@ class PreflightInspection(JobInspection):
     """None: it is not needed yet, or not any more."""
     key: str = ""
     """Of the rehearsal, where its verdict may be kept for other jobs."""
+    is_forked: bool = False
+    """Whether this process may be forked, as `ModelProcess` says."""
+
+    def begin_process(self) -> None:
+        """Now, because its imports take longer than all that comes before it is asked, and there are no threads yet."""
+        if self.is_forked or torch_is_kept_out():
+            self.process = self.until_done.enter_context(ModelProcess(self.context, is_forked=self.is_forked))
+
+
+def check_added_tokens(seen: PreflightInspection) -> Iterable[Finding]:
+    """Let the process look at the base with the added tokens: as any other, it is told of one directory."""
+    found = [*add_tokens(seen)]
+    if seen.added is not None:
+        seen.begin_process()
+    return found
 
 
 def check_structure(seen: PreflightInspection) -> Iterable[Finding]:
@@ -137,6 +154,7 @@ CHECKS: tuple[CheckStep[PreflightInspection], ...] = (
     CheckStep(check_storage),
     CheckStep(check_trackers),
     CheckStep(check_files),
+    CheckStep(check_added_tokens, (files_are_whole, storage_is_ready)),
     CheckStep(check_base_name, (files_can_be_opened,)),
     CheckStep(check_tokenizer, (files_can_be_opened,)),
     CheckStep(check_expressions),
@@ -144,6 +162,8 @@ CHECKS: tuple[CheckStep[PreflightInspection], ...] = (
     CheckStep(begin_rehearsal),
     CheckStep(check_data),
     CheckStep(check_fit),
+    CheckStep(check_rows, (has_structure, has_added_tokens)),
+    CheckStep(check_use, (has_added_tokens, has_training_data)),
     CheckStep(check_token_rows, (has_structure, has_tokenizer)),
     CheckStep(check_trained_rows, (trains_input_rows_alone, has_training_data, storage_is_ready)),
     CheckStep(check_start, (has_structure,)),
@@ -160,11 +180,10 @@ def run(context: RunContext, *, is_forked: bool = False) -> TerminationReport:
 
     is_forked: this process may be forked, as `ModelProcess` says.
     """
-    seen = PreflightInspection(context)
+    seen = PreflightInspection(context, is_forked=is_forked)
     with seen.until_done:
-        if is_forked or torch_is_kept_out():
-            # Now, because its imports take longer than all that comes before it is asked, and there are no threads yet.
-            seen.process = seen.until_done.enter_context(ModelProcess(context, is_forked=is_forked))
+        if not context.plan.model.added_tokens:
+            seen.begin_process()
         run_steps(CHECKS, seen)
         for finding in seen.findings:
             log.log(logging.ERROR if finding.severity == "error" else logging.WARNING, "%s: %s", finding.rule, finding.message)
@@ -177,7 +196,7 @@ def run(context: RunContext, *, is_forked: bool = False) -> TerminationReport:
             log.info("%s: %s, because %s", chosen.field, format_value(chosen.value), chosen.reason)
         lora = seen.plan.method.lora
         # The last that is written but for the data: a refusal leaves nothing behind.
-        first_values = computed_first_values(context) if lora is not None and lora.starts_from_base else None
+        first_values = computed_first_values(seen.context) if lora is not None and lora.starts_from_base else None
         data_hash = seen.known_data.publish()
     return _accepted(seen, _model_report(seen, data_hash), first_values)
 

@@ -26,10 +26,13 @@ from typing import IO, Any, Self
 
 from pydantic import BaseModel, TypeAdapter
 
+from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.added_tokens import BaseOrder, with_trained_rows
 from finetune_trainer.context import RunContext
-from finetune_trainer.files import TEMPORARY_MARK, temporary_beside
+from finetune_trainer.files import TEMPORARY_MARK, link_root, temporary_beside
 from finetune_trainer.inspection.report import RehearsalReport, Verdict
+from finetune_trainer.preflight.added_tokens import make_base
 from finetune_trainer.preflight.model_process import ANSWER_BYTES as CHECK_BYTES
 from finetune_trainer.preflight.model_process import Checked, ModelCheckError, check_within_bounds, checked
 from finetune_trainer.processes.child import (
@@ -331,7 +334,10 @@ def _accepted(order: _Order) -> _Order | None:
 
     files = inspect_model_files(order.model, order.plan.model.name)
     findings = list(files.findings)
-    if files.digest:
+    if files.digest and order.plan.model.added_tokens:
+        order, found = _with_added_tokens(order, files.digest)
+        findings += found
+    if files.digest and not findings:
         import_libraries(order.plan)
         # In a fork, because this process must not compute with torch before it forks for the rehearsal.
         structure, found = checked(_look(order, (order.answer.fileno(),), {}), order.model)
@@ -341,6 +347,21 @@ def _accepted(order: _Order) -> _Order | None:
     for finding in findings:
         _write_line(order.answer, finding=finding.model_dump(mode="json"))
     return None if any(finding.severity == "error" for finding in findings) else order
+
+
+def _with_added_tokens(order: _Order, digest: str) -> tuple[_Order, list[Finding]]:
+    """With a base that has the job's tokens, which is gone with all else of the rehearsal."""
+    target = order.scratch / "base-with-added-tokens"
+    wanted = BaseOrder.of(
+        order.plan,
+        base=order.model,
+        root=link_root(order.model),
+        base_digest=digest,
+        target=target,
+        record=target.with_suffix(".json"),
+    )
+    found, added = make_base(wanted)
+    return (order if added is None else replace(order, plan=with_trained_rows(order.plan, added), model=target)), found
 
 
 def _write_line(answer: IO[str], **values: Any) -> None:

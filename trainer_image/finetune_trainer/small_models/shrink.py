@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune_job.method_settings import TRAINED_ROWS_SETTING
 from finetune_job.plan.run_plan import MethodPlan
 from finetune_trainer.small_models.fields import MEANING_OF, TOKEN_ID, Meaning
 from finetune_trainer.small_models.layers import KeptLayers, choose_layers, cut_layers
@@ -22,7 +23,6 @@ _ODD = 64
 _ROPE = ("rope_parameters", "rope_scaling")
 _LONGEST_SHOWN = 60
 _LAYER_FIELDS = {name for name, meaning in MEANING_OF.items() if meaning is Meaning.LAYERS}
-TRAINED_ROWS_SETTING = "tokenIndices"
 """Setting of methods that train rows of an embedding."""
 
 

@@ -97,6 +97,8 @@ OWN_CLAIM = {"output.destination": "pvc://tuned-workspace/results"}
 
 Q = {"targetModules": ["q_proj"]}
 TOKENS = {"method.lora.trainableTokenIndices": [3]}
+TOOL = {"content": "<a>"}
+ADDED = {"model.addedTokens": [TOOL]}
 EXPERTS = {"method.lora.targetParameters": ["mlp.experts.down_proj"]}
 
 
@@ -983,6 +985,19 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ("fsdp1-trainable-tokens", V1 | TOKENS | {F + "useOrigParams": False}, V1 | TOKENS | {"model.dtype": "float32"}, None),
     ("fsdp1-trainable-tokens", V1 | TOKENS | DORA | BF16, V1 | TOKENS | DORA | {"model.dtype": "float32"}, None),
     ("fsdp1-trainable-tokens", V1 | TOKENS | BF16, V2 | TOKENS | BF16, None),
+    ("fsdp1-trainable-tokens", V1 | ADDED | BF16, V1 | ADDED | BF16 | lora(modulesToSave=["embed_tokens", "lm_head"]), None),
+    ("fsdp1-trainable-tokens", V1 | ADDED | {F + "useOrigParams": False}, V1 | ADDED | FULL, None),
+    (
+        "added-token-repeated",
+        {"model.addedTokens": [TOOL, {"content": "<b>", "special": True}, {**TOOL, "special": True}]},
+        {"model.addedTokens": [TOOL, {"content": "<b>"}, {"content": "<a> "}]},
+        None,
+    ),
+    ("added-tokens-untrained", ADDED | settings("IA3"), ADDED, None),
+    ("added-tokens-untrained", ADDED | LOHA, ADDED | FULL, None),
+    ("added-tokens-untrained", ADDED | LOHA, ADDED | settings("TrainableTokens", tokenIndices=[3]), None),
+    ("added-tokens-untrained", ADDED | LOHA, settings("LoHa", modulesToSave=["embed_tokens", "lm_head"]) | ADDED, None),
+    ("added-tokens-untrained", ADDED | LOHA, LOHA, None),
     ("target-parameters-conflict", EXPERTS | DORA, EXPERTS, None),
     (
         "target-parameters-conflict",

@@ -17,11 +17,15 @@ _FORMS = "tests/unit/finetune_trainer/data/test_forms_of_records.py::test_every_
 _OF_MODEL = f"{_CASES}::test_the_changes_of_a_finding_clear_it"
 _PATCHED = f"{_CASES}::test_the_changes_clear_what_another_model_would_show"
 _COUNTS = f"{_CASES}::test_the_changes_make_counts_fit"
+_ADDED = f"{_PREFLIGHT}test_added_tokens.py::test_the_changes_of_findings_about_added_tokens_clear_them"
 _ESTIMATE = (
     "tests/unit/finetune_cli/checks/test_estimate.py::test_a_manifest_of_model_data_and_method_fits_or_what_is_told_makes_it_fit"
 )
 APPLIED = {
     "activation-checkpointing-not-supported": _OF_MODEL,
+    "added-token-known": _ADDED,
+    "added-token-unread": _ADDED,
+    "added-tokens-untrained": _ADDED,
     "adapter-base-guessed": "tests/unit/finetune_trainer/inspection/test_base_name.py"
     "::test_the_name_that_only_config_json_gives_is_told",
     "adapter-bypassed": _OF_MODEL,
@@ -81,6 +85,8 @@ _STORAGE = "the storage or the profile is wrong, and the manifest is not"
 _CHOICE = "more than one setting would do, each with another result, so the author chooses"
 WITHOUT = {
     "adapter-patterns-overlap": _CHOICE,
+    "added-token-not-kept": _OTHER_MODEL,
+    "added-tokens-without-rows": _OTHER_MODEL,
     "adapter-without-values": "which rank or block is wanted depends on the method, and the author chooses it",
     "chat-answer-not-asked-for": _TEMPLATE,
     "chat-asks-otherwise": _TEMPLATE,
@@ -148,7 +154,13 @@ WITHOUT = {
     "tokenizer-without-end": _MODEL_FILES,
     "tracker-unknown": "an image with the tracker would do, and without it the author sees no curves",
 }
-RULES_TOO = {"fp8-not-possible", "qlora-storage-not-param-dtype", "target-parameters-all-layers", "trainable-tokens-overlap"}
+RULES_TOO = {
+    "added-tokens-untrained",
+    "fp8-not-possible",
+    "qlora-storage-not-param-dtype",
+    "target-parameters-all-layers",
+    "trainable-tokens-overlap",
+}
 """Ids of the rule book that preflight uses with changes of its own."""
 
 

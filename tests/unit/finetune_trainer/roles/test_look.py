@@ -54,6 +54,7 @@ def order(claims, data, **changes):
         "settings": data.model_dump(mode="json"),
         "sources": [{"split": split, **each.model_dump(mode="json")} for split, each in sources],
         "model": str(claims / "models"),
+        "added_tokens": [],
         "limit": 100,
         "shown": 1,
         "only_existing": False,
@@ -116,3 +117,16 @@ def test_a_tokenizer_that_does_not_load_is_a_finding_and_records_are_read_all_th
     seen = look(order(claims, plan()))
     assert [finding["rule"] for finding in seen["findings"]] == ["tokenizer-unusable"]
     assert (bool(seen["why_no_tokens"]), seen["sources"][0]["records"]) == (True, 1)
+
+
+def test_added_tokens_are_one_token_each_and_known_ones_are_told(claims):
+    """CHATML's tokenizer has the markers of its turns already."""
+    write(claims, "train.jsonl", [{"messages": [TURNS[0], {"role": "assistant", "content": "a<|tool|>b"}]}])
+    tool = {"content": "<|tool|>"}
+    plain, added = (look(order(claims, plan(), added_tokens=tokens)) for tokens in ([], [tool]))
+    assert plain["sources"][0]["tokens"] == added["sources"][0]["tokens"] + len("<|tool|>") - 1
+    known = look(order(claims, plan(), added_tokens=[tool, {"content": "<|im_end|>", "special": True}]))
+    (finding,) = known["findings"]
+    assert (finding["rule"], finding["value"]) == ("added-token-known", "<|im_end|>")
+    assert [(change["field"], change["value"]) for change in finding["changes"]] == [("spec.model.addedTokens", [tool])]
+    assert known["why_no_tokens"] == "The tokenizer cannot be used, as is said below"

@@ -1,0 +1,245 @@
+"""The base model with added tokens: what is in its directory, that it is made once, and what stops a half-made one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from finetune_job.finding import Finding
+from finetune_job.plan.run_plan import AddedTokenPlan
+from finetune_trainer.added_tokens import BaseOrder, read_added_tokens
+from finetune_trainer.data.tokenizer_files import FileTokenizer
+from finetune_trainer.errors import ModelError
+from finetune_trainer.model import base_with_tokens
+from finetune_trainer.model.base_with_tokens import answer, ensure_base_with_tokens
+from finetune_trainer.processes.sandbox import SandboxEndedError
+from tests.support.tiny_model import END, write_tiny_llama
+
+TOKENS = tuple(AddedTokenPlan(content=content, special=special) for content, special in (("<|tool|>", True), ("<step>", False)))
+FINDINGS = TypeAdapter(list[Finding])
+
+
+def order(tmp_path: Path, tokens: tuple[AddedTokenPlan, ...] = TOKENS, digest: str = "base", **changes: Any) -> BaseOrder:
+    base = tmp_path / "base"
+    if not base.exists():
+        write_tiny_llama(base, **changes)
+    workspace = tmp_path / "workspace"
+    return BaseOrder(
+        base=base,
+        root=base,
+        base_digest=digest,
+        tokens=tokens,
+        allow_remote_code=False,
+        trains_adapter=True,
+        target=workspace / "made",
+        record=workspace / "added.json",
+    )
+
+
+def test_any_program_can_load_it(tmp_path: Path) -> None:
+    """Eight rows are not enough for 257 tokens and eight more."""
+    many = (*TOKENS, *(AddedTokenPlan(content=f"<{number}>", special=False) for number in range(6)))
+    work = order(tmp_path, many)
+    (work.base / "LICENSE").write_text("terms")
+    (work.base / "generation_config.json").write_text('{"eos_token_id": 256}')
+    (work.base / "pytorch_model.bin").write_text("a pickle")
+    (work.base / ".hidden").write_text("")
+    assert ensure_base_with_tokens(work) == []
+    names = {path.name for path in work.target.iterdir()}
+    assert names >= {"LICENSE", "generation_config.json", "config.json", "model.safetensors", "tokenizer.json"}
+    assert names.isdisjoint({"pytorch_model.bin", ".hidden"})
+    tokenizer, before = AutoTokenizer.from_pretrained(work.target), AutoTokenizer.from_pretrained(work.base)
+    assert tokenizer("a<|tool|>b<step>", add_special_tokens=False)["input_ids"] == [
+        *before("a", add_special_tokens=False)["input_ids"],
+        257,
+        *before("b", add_special_tokens=False)["input_ids"],
+        258,
+    ]
+    assert tokenizer.decode([257, 258], skip_special_tokens=True) == "<step>"
+    assert (AutoConfig.from_pretrained(work.target).vocab_size, AutoConfig.from_pretrained(work.base).vocab_size) == (265, 264)
+    model = AutoModelForCausalLM.from_pretrained(work.target)
+    assert model(input_ids=torch.tensor([[257, 264]])).logits.shape == (1, 2, 265)
+    made = read_added_tokens(work.record)
+    assert made is not None
+    assert made.id_of == {"<|tool|>": 257, "<step>": 258, **{f"<{number}>": 259 + number for number in range(6)}}
+    assert (made.num_rows, made.has_more_rows, made.embedding, made.separate_head) == (265, True, "embed_tokens", "lm_head")
+    assert [path.name for path in work.target.parent.iterdir() if "tmp" in path.name] == []
+
+
+def test_rows_to_spare_are_taken_first(tmp_path: Path) -> None:
+    work = order(tmp_path, tie_word_embeddings=True)
+    assert ensure_base_with_tokens(work) == []
+    made = read_added_tokens(work.record)
+    assert made is not None
+    assert (made.ids, made.num_rows, made.has_more_rows, made.separate_head) == ((257, 258), 264, False, None)
+    assert AutoConfig.from_pretrained(work.target).vocab_size == 264
+
+
+def test_it_is_made_once_for_the_same_base_and_tokens(tmp_path: Path) -> None:
+    work = order(tmp_path)
+    ensure_base_with_tokens(work)
+    (work.target / "first").touch()
+    assert ensure_base_with_tokens(work) == []
+    assert (work.target / "first").exists()
+    ensure_base_with_tokens(order(tmp_path, TOKENS[:1]))
+    assert len(AutoTokenizer.from_pretrained(work.target)) == 258
+    (work.target / "second").touch()
+    ensure_base_with_tokens(order(tmp_path, TOKENS[:1], digest="another base"))
+    assert not (work.target / "second").exists()
+
+
+@pytest.mark.parametrize("damage", ["record", "directory", "nonsense", "link"])
+def test_what_is_not_whole_is_made_again(tmp_path: Path, damage: str) -> None:
+    work = order(tmp_path)
+    ensure_base_with_tokens(work)
+    content = work.record.read_bytes()
+    if damage == "record":
+        work.record.unlink()
+        (work.target / "model.safetensors").unlink()
+    elif damage == "directory":
+        work.target.rename(tmp_path / "away")
+    elif damage == "nonsense":
+        work.record.write_text('{"ids": "many"}')
+        with pytest.raises(ModelError, match=r"is not what preflight writes about spec\.model\.addedTokens"):
+            read_added_tokens(work.record)
+    else:
+        work.record.unlink()
+        outside = tmp_path / "outside"
+        outside.mkdir()
+        (outside / "kept").write_text("kept")
+        work.target.rename(tmp_path / "away")
+        work.target.symlink_to(outside)
+    assert ensure_base_with_tokens(work) == []
+    assert work.record.read_bytes() == content
+    AutoModelForCausalLM.from_pretrained(work.target)
+    if damage == "link":
+        assert (tmp_path / "outside" / "kept").read_text() == "kept"
+
+
+def test_a_process_that_is_killed_leaves_no_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = order(tmp_path)
+
+    def ends(*_arguments: Any, **_named: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(base_with_tokens, "write_durably", ends)
+    with pytest.raises(KeyboardInterrupt):
+        ensure_base_with_tokens(work)
+    assert read_added_tokens(work.record) is None
+    leftover = work.target.with_name("made.tmp-123")
+    leftover.mkdir()
+    monkeypatch.undo()
+    assert ensure_base_with_tokens(work) == []
+    assert not leftover.exists()
+    assert read_added_tokens(work.record) is not None
+
+
+def test_a_full_disk_is_told_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = order(tmp_path)
+    real = os.statvfs(tmp_path)
+    full = os.statvfs_result((*real[:3], 0, 0, *real[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda _path: full)
+    (found,) = ensure_base_with_tokens(work)
+    assert (found.rule, found.field) == ("claim-too-small", "spec.workspace")
+    assert "needs 0.0 GB, 0.0 GB are free" in found.message
+    monkeypatch.undo()
+    monkeypatch.setattr(base_with_tokens, "limit_memory", lambda: None)
+
+    def no_room(*_arguments: Any, **_named: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(base_with_tokens, "write_with_rows", no_room)
+    (found,) = FINDINGS.validate_json(answer(work))
+    assert (found.rule, found.severity) == ("claim-too-small", "error")
+    assert list(work.target.parent.iterdir()) == []
+
+    def broken(*_arguments: Any, **_named: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(base_with_tokens, "write_with_rows", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        answer(work)
+
+
+def test_a_link_out_of_the_base_is_not_followed(tmp_path: Path) -> None:
+    work = order(tmp_path)
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    (work.base / "notes.txt").symlink_to(secret)
+    with pytest.raises(OSError, match="which is outside"):
+        ensure_base_with_tokens(work)
+    assert not work.target.exists()
+
+
+def test_first_records_are_read_with_the_same_tokens(tmp_path: Path) -> None:
+    """By the tokenizer's file alone, as `finetune data` reads it."""
+    work = order(tmp_path)
+    ensure_base_with_tokens(work)
+    text = "a<|tool|>b <step>c"
+    quick = FileTokenizer(work.base, TOKENS)
+    assert quick(text)["input_ids"] == AutoTokenizer.from_pretrained(work.target)(text)["input_ids"]
+    assert json.loads((work.base / "tokenizer.json").read_text())["added_tokens"] != []
+    assert quick.vocabulary()["<step>"] == 258
+
+
+@pytest.mark.parametrize(
+    ("settings", "stops"),
+    [({"eos_token_id": 256, "top_p": 0.5}, [256, 257]), ({"eos_token_id": [3, 256]}, [3, 256, 257]), (None, [256, 257])],
+)
+def test_generation_stops_at_a_token_that_ends_turns(tmp_path: Path, settings: dict[str, Any] | None, stops: list[int]) -> None:
+    tokens = (AddedTokenPlan(content="<|end|of|turn|>", stop=True), AddedTokenPlan(content="<|tool|>"))
+    work = order(tmp_path, tokens)
+    (work.base / "generation_config.json").unlink()
+    if settings is not None:
+        (work.base / "generation_config.json").write_text(json.dumps(settings))
+    assert ensure_base_with_tokens(work) == []
+    written = json.loads((work.target / "generation_config.json").read_text())
+    assert written == {**(settings or {}), "eos_token_id": stops}
+    assert AutoModelForCausalLM.from_pretrained(work.target).generation_config.eos_token_id == stops
+
+
+def rewritten_vocabulary(base: Path, change: Any) -> None:
+    path = base / "tokenizer.json"
+    content = json.loads(path.read_text())
+    change(content["model"]["vocab"])
+    path.write_text(json.dumps(content))
+
+
+def test_a_vocabulary_with_a_gap_gives_no_token_the_id_of_another(tmp_path: Path) -> None:
+    """The library counts tokens, and takes that number for the first free id."""
+    work = order(tmp_path)
+    rewritten_vocabulary(work.base, lambda vocabulary: vocabulary.update({END: 256, "zz": 258}))
+    assert sorted(AutoTokenizer.from_pretrained(work.base).get_vocab().values())[-2:] == [256, 258]
+    (found,) = ensure_base_with_tokens(work)
+    assert (found.rule, found.value) == ("added-token-not-kept", "<|tool|>")
+    assert not work.target.exists()
+
+
+def test_a_vocabulary_of_a_usual_size_takes_seconds(tmp_path: Path) -> None:
+    work, words = order(tmp_path, vocab_size=50_300), {f"w{each}": each for each in range(257, 50_000)}
+    rewritten_vocabulary(work.base, lambda vocabulary: vocabulary.update({END: 256, **words}))
+    began = time.process_time()
+    assert ensure_base_with_tokens(work) == []
+    # Seconds; each token looked up in a vocabulary of its own would take an hour.
+    assert time.process_time() - began < 60
+    made = read_added_tokens(work.record)
+    assert made is not None
+    assert (made.num_rows, made.ids[1] - made.ids[0]) == (50_300, 1)
+
+
+def test_a_tokenizer_that_never_loads_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(_work: Any) -> None:
+        raise SandboxEndedError("takes more than 300 s of CPU time")
+
+    monkeypatch.setattr(base_with_tokens, "run_sandboxed", ends)
+    (found,) = ensure_base_with_tokens(order(tmp_path))
+    assert (found.rule, found.message) == ("tokenizer-unusable", "loading the tokenizer takes more than 300 s of CPU time")

@@ -1,0 +1,266 @@
+"""Tokens that a job adds: what preflight refuses and tells, and whose rows are trained afterwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import PreTrainedTokenizerFast
+
+from finetune_job.failures import Outcome
+from finetune_job.plan.run_plan import AddedTokenPlan
+from finetune_trainer.added_tokens import AddedTokens, read_added_tokens, with_trained_rows
+from finetune_trainer.inspection.report import read_report
+from finetune_trainer.preflight import added_tokens
+from finetune_trainer.preflight.model_process import ModelCheckError, ModelCheckKilledError
+from finetune_trainer.processes.child import ChildEnd
+from finetune_trainer.roles import preflight
+from finetune_trainer.roles.preflight import run
+from tests.support import quickstart
+from tests.support.documented import ROOT, as_written, blocks_of
+from tests.support.tiny_model import plan_of, tiny_spec
+
+TOOL, STEP = {"content": "<|tool|>", "special": True}, {"content": "<step>"}
+ADDED = {"model.addedTokens": [TOOL, STEP]}
+
+
+@pytest.fixture
+def records(claims: Path) -> None:
+    for name in ("train", "validation"):
+        pairs = [{"prompt": f"{name} {number}<|tool|>", "completion": f"{number}<step>"} for number in range(128)]
+        quickstart.write_json_lines(claims / "data" / f"{name}.jsonl", pairs)
+
+
+def findings(context: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    return {finding.rule: finding for finding in run(context(changes)).findings}
+
+
+@pytest.mark.usefixtures("records")
+def test_rows_of_embedding_and_head_are_trained(context: Any) -> None:
+    job = context(ADDED)
+    assert run(job).outcome is Outcome.SUCCEEDED
+    report = read_report(job.workspace.model_report)
+    assert report is not None
+    rows = {name: shape for name, shape in report.trainable.items() if "tokens_delta" in name}
+    assert {(name.split(".token_adapter")[0].rpartition(".")[2], shape[0]) for name, shape in rows.items()} == {
+        ("embed_tokens", 2),
+        ("lm_head", 2),
+    }
+    assert "model.safetensors.index.json" in {path.name for path in job.workspace.base_with_tokens.iterdir()}
+    assert report.warnings == ()
+
+
+def test_a_token_that_the_tokenizer_has_is_refused(context: Any) -> None:
+    end = json.loads((context().source_model / "tokenizer_config.json").read_text())["eos_token"]
+    job = context({"model.addedTokens": [TOOL, {"content": end}]})
+    result = run(job)
+    assert result.outcome is Outcome.REFUSED
+    (found,) = [finding for finding in result.findings if finding.rule == "added-token-known"]
+    assert (found.severity, found.field, found.value) == ("error", "spec.model.addedTokens", end)
+    assert f"has {end!r} already" in found.message
+    assert [(change.field, change.value) for change in found.changes] == [("spec.model.addedTokens", [TOOL])]
+    assert not job.workspace.base_with_tokens.exists()
+    assert not job.workspace.added_tokens.exists()
+
+
+@pytest.mark.usefixtures("records")
+def test_tokens_that_no_record_holds_are_told_of(context: Any) -> None:
+    unread = {"content": "<|never|>"}
+    found = findings(context, {"model.addedTokens": [TOOL, unread]})["added-token-unread"]
+    assert (found.severity, found.field, found.value) == ("warning", "spec.model.addedTokens", "<|never|>")
+    assert [(change.field, change.value) for change in found.changes] == [("spec.model.addedTokens", [TOOL])]
+    assert "added-token-unread" not in findings(context, ADDED)
+
+
+@pytest.mark.usefixtures("records")
+def test_a_token_that_ends_every_record_is_read(context: Any) -> None:
+    """It is never followed by another, and what predicts it is trained all the same."""
+    saved = {"method.lora.modulesToSave": ["lm_head"]}
+    found = findings(context, {"model.addedTokens": [STEP]} | saved)
+    assert {rule for rule in found if "token" in rule} == set()
+
+
+def test_a_base_without_known_rows_is_refused(context: Any, model: Path) -> None:
+    """A head with a bias has a value for each token that no adapter holds."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    index = json.loads((model / "model.safetensors.index.json").read_text())
+    shard = model / index["weight_map"]["lm_head.weight"]
+    tensors = load_file(shard)
+    tensors["lm_head.bias"] = torch.zeros(tensors["lm_head.weight"].shape[0], dtype=tensors["lm_head.weight"].dtype)
+    save_file(tensors, shard, metadata={"format": "pt"})
+    index["weight_map"]["lm_head.bias"] = shard.name
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = findings(context, ADDED)["added-tokens-without-rows"]
+    assert (found.severity, found.field) == ("error", "spec.model.addedTokens")
+    assert "lm_head.bias has a value for each token" in found.message
+
+
+def test_a_tokenizer_that_does_not_keep_a_token_is_refused(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that writes its files without what was added."""
+    monkeypatch.setattr(PreTrainedTokenizerFast, "add_tokens", lambda *_arguments, **_named: 0)
+    found = findings(context, ADDED)["added-token-not-kept"]
+    assert (found.severity, found.value) == ("error", "<|tool|>")
+    assert "does not take '<|tool|>' for one token" in found.message
+
+
+def test_a_tokenizer_that_changes_other_texts_is_refused(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = PreTrainedTokenizerFast.save_pretrained
+
+    def lower(self: Any, directory: Any, **named: Any) -> Any:
+        written = real(self, directory, **named)
+        path = Path(directory) / "tokenizer.json"
+        content = json.loads(path.read_text())
+        content["normalizer"] = {"type": "Lowercase"}
+        path.write_text(json.dumps(content))
+        return written
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", lower)
+    found = findings(context, ADDED)["added-token-not-kept"]
+    assert "takes other texts otherwise than before" in found.message
+
+
+@pytest.mark.usefixtures("records")
+def test_embeddings_that_the_method_leaves_alone_are_named(context: Any) -> None:
+    """Modules that are saved whole, but not these."""
+    changes = ADDED | {"method": {"type": "LoHa", "settings": {"r": 4, "modulesToSave": ["lm_head"]}}, "merge.enabled": False}
+    found = findings(context, changes)["added-tokens-untrained"]
+    assert (found.severity, found.value) == ("error", "<|tool|>")
+    assert "trains no row of embed_tokens, so" in found.message
+    assert [(change.field, change.value) for change in found.changes] == [
+        ("spec.method.settings.modulesToSave", ["lm_head", "embed_tokens"])
+    ]
+    changes["method"]["settings"]["modulesToSave"] = ["lm_head", "embed_tokens"]
+    assert "added-tokens-untrained" not in findings(context, changes)
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "message"),
+    [
+        (-9, ModelCheckKilledError, "was killed"),
+        (1, ModelCheckError, "ended with status 1"),
+        (0, ModelCheckError, "answered with something else"),
+    ],
+)
+def test_a_process_that_does_not_answer_is_no_verdict(
+    context: Any, monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception], message: str
+) -> None:
+    monkeypatch.setattr("finetune_trainer.preflight.model_process.wait_for_answer", lambda *_: ChildEnd(code, b"[nonsense"))
+    with pytest.raises(error, match=message):
+        run(context(ADDED))
+
+
+def test_without_torch_another_process_makes_it(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pod, whose preflight does without."""
+    monkeypatch.setattr(added_tokens, "torch_is_kept_out", lambda: True)
+    job = context(ADDED)
+    seen = preflight.PreflightInspection(job)
+    preflight.run_steps(preflight.CHECKS[:3], seen)
+    assert list(added_tokens.add_tokens(seen)) == []
+    assert seen.known_added.ids == (seen.known_added.ids[0], seen.known_added.ids[0] + 1)
+    assert seen.context.base_model == job.workspace.base_with_tokens
+    assert (job.base_model, job.source_model) == (job.workspace.base_with_tokens, job.path(job.plan.model.location))
+
+
+def test_a_turn_has_to_end_where_generation_stops(context: Any, claims: Path) -> None:
+    """The recipe of a base without chat tokens: its markers are added, and one of them ends turns."""
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    for name in ("train", "validation"):
+        chats = [{"messages": [*turns, {"role": "user", "content": f"{name} {number}"}, turns[1]]} for number in range(128)]
+        quickstart.write_json_lines(claims / "data" / f"{name}.jsonl", chats)
+    begin, end = {"content": "<|im_start|>", "special": True}, {"content": "<|im_end|>", "special": True}
+    chat = {"data.format": "Chat", "data.lossOn": None, "data.chatTemplate": "ChatML", "data.maxSequenceLength": 256}
+    found = findings(context, chat | {"model.addedTokens": [begin, end]})["chat-stop-token-unknown"]
+    assert "added token at which generation would not stop" in found.message
+    ((field, value),) = [(change.field, change.value) for change in found.changes]
+    assert (field, value) == ("spec.model.addedTokens", [begin, {**end, "stop": True}])
+    assert findings(context, chat | {"model.addedTokens": value}) == {}
+
+
+@pytest.mark.usefixtures("records")
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"model.addedTokens": [TOOL, {"content": "<|endoftext|>"}]}, "added-token-known"),
+        ({"model.addedTokens": [TOOL, {"content": "<|never|>"}]}, "added-token-unread"),
+        ({"model.addedTokens": [{"content": "<|never|>"}]}, "added-token-unread"),
+        (
+            ADDED | {"method": {"type": "LoHa", "settings": {"modulesToSave": ["lm_head"]}}, "merge": {"enabled": False}},
+            "added-tokens-untrained",
+        ),
+    ],
+)
+def test_the_changes_of_findings_about_added_tokens_clear_them(context: Any, changes: dict[str, Any], rule: str) -> None:
+    found = findings(context, changes)[rule]
+    assert found.changes
+    applied = changes | {change.field.removeprefix("spec."): change.value for change in found.changes}
+    assert not {each for each in findings(context, applied) if each.startswith("added-")}
+
+
+def test_the_tokens_of_the_page_are_added(context: Any) -> None:
+    (block,) = blocks_of(ROOT / "docs/training.md", "yaml", "Records")
+    tokens = yaml.safe_load(as_written(block))["spec"]["model"]["addedTokens"]
+    job = context({"model.addedTokens": tokens})
+    assert run(job).outcome is Outcome.SUCCEEDED
+    found = read_added_tokens(job.workspace.added_tokens)
+    assert found is not None
+    assert [*found.id_of] == ["<|tool|>", "<|end_of_turn|>", "<step>"]
+    settings = json.loads((job.workspace.base_with_tokens / "generation_config.json").read_text())
+    assert settings["eos_token_id"][-1] == found.id_of["<|end_of_turn|>"]
+
+
+def made(head: str | None) -> AddedTokens:
+    return AddedTokens(
+        base_digest="",
+        tokens=tuple(AddedTokenPlan(**each) for each in (TOOL, STEP)),
+        ids=(300, 299),
+        num_rows=301,
+        has_more_rows=True,
+        embedding="embed_tokens",
+        separate_head=head,
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "head", "rows", "separate"),
+    [
+        ({}, None, (299, 300), {}),
+        ({"trainableTokenIndices": [5, 300]}, None, (5, 299, 300), {}),
+        ({}, "lm_head", (299, 300), {"embed_tokens": (299, 300), "lm_head": (299, 300)}),
+        ({"trainableTokenIndices": [5]}, "lm_head", (5, 299, 300), {"embed_tokens": (5, 299, 300), "lm_head": (299, 300)}),
+        ({"modulesToSave": ["lm_head"]}, "lm_head", (299, 300), {}),
+        ({"modulesToSave": ["model.embed_tokens"]}, "lm_head", (), {"lm_head": (299, 300)}),
+        ({"targetModules": ["embed_tokens", "q_proj"]}, None, (), {}),
+        ({"modulesToSave": ["embed_tokens", "lm_head"]}, "lm_head", (), {}),
+    ],
+)
+def test_rows_of_what_nothing_else_trains_are_trained(
+    written: dict[str, Any], head: str | None, rows: tuple[int, ...], separate: dict[str, tuple[int, ...]]
+) -> None:
+    plan = with_trained_rows(plan_of(tiny_spec(method={"lora": {"r": 4, **written}})), made(head))
+    assert plan.method.lora is not None
+    assert (plan.method.lora.trainable_token_indices, plan.method.lora.separate_token_rows) == (rows, separate)
+
+
+@pytest.mark.parametrize(
+    ("settings", "head", "expected"),
+    [
+        ({"tokenIndices": [3]}, None, {"tokenIndices": [3, 299, 300]}),
+        ({"tokenIndices": [3]}, "lm_head", {"tokenIndices": [3, 299, 300], "targetModules": ["embed_tokens", "lm_head"]}),
+        ({"tokenIndices": [3], "targetModules": ["wte"]}, "lm_head", {"tokenIndices": [3, 299, 300], "targetModules": ["wte"]}),
+    ],
+)
+def test_trainable_tokens_trains_them_too(settings: dict[str, Any], head: str | None, expected: dict[str, Any]) -> None:
+    spec = tiny_spec() | {"method": {"type": "TrainableTokens", "settings": settings}}
+    plan = with_trained_rows(plan_of(spec), made(head))
+    assert plan.method.adapter is not None
+    assert plan.method.adapter.settings == expected
+
+
+def test_full_fine_tuning_needs_no_rows() -> None:
+    plan = plan_of(tiny_spec() | {"method": {"type": "Full"}})
+    assert with_trained_rows(plan, made("lm_head")) == plan

@@ -1,0 +1,133 @@
+"""Jobs that add tokens, from preflight to the merged model, against transformers and PEFT by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from finetune_job.failures import Outcome
+from finetune_job.plan.digest import canonical_json
+from finetune_trainer.context import RunContext, read_plan
+from finetune_trainer.roles.merge import merge
+from finetune_trainer.roles.preflight import run
+from tests.support import quickstart
+from tests.support.forked_ranks import Fault, run_gang
+from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
+
+TOKENS = [{"content": f"<|{number}|>", "special": number % 2 == 0} for number in range(10)]
+"""257 tokens and these are more than the 264 rows of the tiny model."""
+
+
+def job(root: Path, *, tied: bool, num_ranks: int = 1, dtype: torch.dtype = torch.float32, **changes: Any) -> RunContext:
+    """Prepared by preflight."""
+    spec = tiny_spec(parallelism={"processesPerNode": num_ranks}) | changes
+    spec["model"] = {**spec["model"], "addedTokens": TOKENS}
+    spec["preflight"] = {"rehearsal": "Skip"}
+    for claim in ("models", "data", "results", "workspace"):
+        (root / claim).mkdir(parents=True)
+    write_tiny_llama(root / "models/tiny", dtype, tie_word_embeddings=tied)
+    for name in ("train", "validation"):
+        pairs = [
+            {"prompt": f"{name} {number} <|{number % 10}|>", "completion": f"<|{(number + 1) % 10}|> {number}"}
+            for number in range(40)
+        ]
+        quickstart.write_json_lines(root / "data" / f"{name}.jsonl", pairs)
+    encoded = canonical_json(plan_of(spec)).encode()
+    (root / "plan.json").write_bytes(encoded)
+    digest = hashlib.sha256(encoded).hexdigest()
+    context = RunContext(read_plan(root / "plan.json", digest), digest, root, 0)
+    result = run(context)
+    assert result.outcome is Outcome.SUCCEEDED, result
+    return context.with_trained_rows()
+
+
+def trained(context: RunContext) -> None:
+    assert run_gang(context) == [0] * context.plan.parallelism.world_size
+    assert merge(context).outcome is Outcome.SUCCEEDED
+
+
+def by_hand(context: RunContext) -> dict[str, torch.Tensor]:
+    """The base as the job names it, resized, with the adapter that the job has made."""
+    tokenizer = AutoTokenizer.from_pretrained(context.output.adapter)
+    base = AutoModelForCausalLM.from_pretrained(context.source_model)
+    base.resize_token_embeddings(len(tokenizer))
+    merged = PeftModel.from_pretrained(base, context.output.adapter).merge_and_unload()
+    return dict(merged.state_dict())
+
+
+def read_tokens(tokenizer: Any) -> list[list[int]]:
+    return [tokenizer(each["content"], add_special_tokens=False)["input_ids"] for each in TOKENS]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_merged_model_is_what_peft_makes_of_the_resized_base(tmp_path: Path, tied: bool) -> None:
+    context = job(tmp_path, tied=tied)
+    trained(context)
+    expected = by_hand(context)
+    merged = AutoModelForCausalLM.from_pretrained(context.output.merged)
+    found = dict(merged.state_dict())
+    assert {name for name in expected if not torch.equal(expected[name], found[name])} == set()
+    assert found["lm_head.weight"].shape == (267, 32)
+    assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"]) is tied
+    # Every new row was moved, each by itself.
+    start = AutoModelForCausalLM.from_pretrained(context.base_model).state_dict()
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        rows = found[name][257:]
+        assert (rows != start[name][257:]).any(dim=1).all()
+        assert len({tuple(row.tolist()) for row in rows}) == 10
+    for directory in (context.output.merged, context.output.adapter):
+        assert read_tokens(AutoTokenizer.from_pretrained(directory)) == [[257 + number] for number in range(10)]
+    assert AutoConfig.from_pretrained(context.output.merged).tie_word_embeddings is tied
+    assert json.loads(context.output.verification.read_text())["passed"] is True
+
+
+def test_card_and_adapter_say_how_to_load_them(tmp_path: Path) -> None:
+    context = job(tmp_path, tied=True)
+    trained(context)
+    card = context.output.model_card.read_text()
+    assert "## Added tokens" in card
+    assert "| `<\\|3\\|>` | 260 | no |" in card
+    assert "base.resize_token_embeddings(267)\n" in card
+    # The way of the card for a base that the Hub has: the adapter's tokenizer says how many rows there are.
+    settings = context.output.adapter / "adapter_config.json"
+    content = json.loads(settings.read_text()) | {"base_model_name_or_path": str(context.source_model)}
+    settings.write_text(json.dumps(content))
+    loaded = AutoPeftModelForCausalLM.from_pretrained(context.output.adapter)
+    merged = AutoModelForCausalLM.from_pretrained(context.output.merged)
+    ids = torch.tensor([[257, 66, 266]])
+    torch.testing.assert_close(loaded(input_ids=ids).logits, merged(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["QLoRA", "DoRA", "Full", "TrainableTokens"])
+def test_other_methods_add_them_too(tmp_path: Path, method: str) -> None:
+    """On two ranks, in the type that models are published in."""
+    of_method: dict[str, Any] = {"type": method}
+    if method == "TrainableTokens":
+        of_method["settings"] = {"tokenIndices": [65]}
+    context = job(tmp_path, tied=False, num_ranks=2, dtype=torch.bfloat16, method=of_method)
+    trained(context)
+    merged = AutoModelForCausalLM.from_pretrained(context.output.merged)
+    start = AutoModelForCausalLM.from_pretrained(context.base_model).state_dict()
+    for name, tensor in merged.state_dict().items():
+        if name in ("lm_head.weight", "model.embed_tokens.weight"):
+            assert tensor.shape == (267, 32)
+            assert (tensor[257:] != start[name][257:]).any(dim=1).all()
+            assert torch.equal(tensor[:60], start[name][:60]) is (method != "Full")
+    assert read_tokens(AutoTokenizer.from_pretrained(context.output.merged)) == [[257 + number] for number in range(10)]
+    assert json.loads((context.output.merged / "config.json").read_text())["vocab_size"] == 267
+
+
+def test_a_killed_gang_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    undisturbed, killed = (job(tmp_path / name, tied=False, num_ranks=2) for name in ("undisturbed", "killed"))
+    assert run_gang(undisturbed) == [0, 0]
+    assert run_gang(killed, [Fault("train.step:optimizer_step", call=4, rank=1)]) != [0, 0]
+    assert run_gang(killed) == [0, 0]
+    name = "adapter_model.safetensors"
+    assert (killed.workspace.adapter / name).read_bytes() == (undisturbed.workspace.adapter / name).read_bytes()

@@ -1,0 +1,129 @@
+"""What preflight has written down of tokens that a job adds to its base model, and the plan with their rows.
+
+Ids are known once the tokenizer has been read, after the plan is frozen, so every role that follows reads them from the
+workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from finetune_job.api.method import MethodType
+from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
+from finetune_job.method_settings import TARGETS, TRAINED_ROWS_SETTING
+from finetune_job.plan.run_plan import AddedTokenPlan, LoraPlan, RunPlan
+from finetune_trainer.errors import ModelError
+from finetune_trainer.files import read_own
+
+FIELD = "spec.model.addedTokens"
+MOST_RECORD_BYTES = 1 << 20
+"""256 tokens of 128 characters take some 300 KB if each character is escaped."""
+
+
+class AddedTokens(BaseModel):
+    """A base model with added tokens, which is complete once this is there."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    base_digest: str
+    """Of the model's files as the job names them."""
+    tokens: tuple[AddedTokenPlan, ...]
+    ids: tuple[int, ...]
+    """In the order of `tokens`."""
+    num_rows: int
+    """Of the embeddings."""
+    has_more_rows: bool
+    """Whether that is more than the base has."""
+    embedding: str
+    """The end of the path of the module."""
+    separate_head: str | None
+    """The same of an output head that does not share the embedding's rows."""
+
+    @property
+    def id_of(self) -> dict[str, int]:
+        """By the tokens' texts."""
+        return {token.content: number for token, number in zip(self.tokens, self.ids, strict=True)}
+
+
+class BaseOrder(BaseModel):
+    """A base model with added tokens that is to be made, and of what."""
+
+    base: Path
+    root: Path
+    """Below which links of the base may lead."""
+    base_digest: str
+    tokens: tuple[AddedTokenPlan, ...]
+    allow_remote_code: bool
+    trains_adapter: bool
+    target: Path
+    record: Path
+    """Where AddedTokens is written, last of all."""
+
+    @classmethod
+    def of(cls, plan: RunPlan, **places: Any) -> Self:
+        """What the plan says, and the other fields."""
+        model = plan.model
+        told = {"tokens": model.added_tokens, "allow_remote_code": model.allow_remote_code}
+        return cls(**told, trains_adapter=plan.method.trains_adapter, **places)
+
+
+def read_added_tokens(path: Path) -> AddedTokens | None:
+    """None if preflight has not written it. Raises ModelError if it is not what preflight writes, OSError."""
+    try:
+        return AddedTokens.model_validate_json(read_own(path, MOST_RECORD_BYTES))
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        raise ModelError(
+            f"{path}: is not what preflight writes about {FIELD} ({error.error_count()} problems)",
+            "start a new job, and let nothing else write to its workspace",
+        ) from error
+
+
+def known_token(tokens: Sequence[AddedTokenPlan], vocabulary: Mapping[str, int]) -> Finding | None:
+    """A token that is to be added and that the tokenizer has already. vocabulary: ids by text."""
+    known = [token.content for token in tokens if token.content in vocabulary]
+    if not known:
+        return None
+    left = [token.written() for token in tokens if token.content not in vocabulary]
+    return make_finding(
+        "added-token-known",
+        field=FIELD,
+        value=known[0],
+        message=f"the tokenizer has {known[0]!r} already, as {vocabulary[known[0]]} ({len(known)} such tokens)",
+        fix="remove it from addedTokens; its row is trained if trainableTokenIndices names it",
+        changes={FIELD: left or None},
+    )
+
+
+def with_trained_rows(plan: RunPlan, added: AddedTokens) -> RunPlan:
+    """The plan that trains the rows of the added tokens, of embedding and output head, as far as nothing else trains these."""
+    method = plan.method
+    if method.lora is not None:
+        lora = method.lora.model_copy(update=_rows_of_lora(method.lora, added))
+        return plan.model_copy(update={"method": method.model_copy(update={"lora": lora})})
+    if method.adapter is not None and method.type is MethodType.TRAINABLE_TOKENS:
+        settings = dict(method.adapter.settings)
+        settings[TRAINED_ROWS_SETTING] = sorted({*(settings.get(TRAINED_ROWS_SETTING) or ()), *added.ids})
+        if added.separate_head is not None:
+            settings.setdefault(TARGETS, [added.embedding, added.separate_head])
+        adapter = method.adapter.model_copy(update={"settings": settings})
+        return plan.model_copy(update={"method": method.model_copy(update={"adapter": adapter})})
+    return plan
+
+
+def _rows_of_lora(lora: LoraPlan, added: AddedTokens) -> dict[str, Any]:
+    """PEFT trains rows of no module that it adapts or trains whole."""
+    taken = {name.rpartition(".")[2] for name in (*lora.modules_to_save, *lora.target_modules)}
+    of_embedding = lora.trainable_token_indices
+    if added.embedding not in taken:
+        of_embedding = tuple(sorted({*of_embedding, *added.ids}))
+    rows: dict[str, Any] = {"trainable_token_indices": of_embedding}
+    if added.separate_head is not None and added.separate_head not in taken:
+        by_module = {added.embedding: of_embedding, added.separate_head: tuple(sorted(added.ids))}
+        rows["separate_token_rows"] = {name: each for name, each in by_module.items() if each}
+    return rows

@@ -1,0 +1,233 @@
+"""The base model with the tokens that a job adds, as a directory on the workspace that any program can load.
+
+Everything after it reads that directory in place of the base: rehearsal, training, merge and verification know nothing of added
+tokens. `python -m finetune_trainer.model.base_with_tokens` makes it for preflight, which does without torch: standard input is
+the order, standard output the findings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
+from finetune_trainer.added_tokens import FIELD, AddedTokens, BaseOrder, known_token, read_added_tokens
+from finetune_trainer.data.tokenizer import load_tokenizer, unusable
+from finetune_trainer.errors import NO_SPACE, ModelError
+from finetune_trainer.files import (
+    TEMPORARY_MARK,
+    copy_within,
+    publish_directory,
+    remove_tree,
+    sync_directory,
+    sync_file,
+    temporary_beside,
+    tokenizer_files,
+    write_durably,
+)
+from finetune_trainer.processes.sandbox import SandboxEndedError, limit_memory, run_sandboxed
+from finetune_trainer.processes.start import die_with, end
+from finetune_trainer.weights.added_rows import Vocabulary, vocabulary_of, write_with_rows, written_bytes
+from finetune_trainer.weights.errors import MergeError
+from finetune_trainer.weights.families import vocabulary_settings
+from finetune_trainer.weights.headers import CONFIG_FILE, Checkpoint, read_checkpoint, read_json
+from finetune_trainer.weights.read_model import read_stored_model
+
+log = logging.getLogger(__name__)
+GENERATION_FILE = "generation_config.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_PROBES = ("def name(value):\n    return 1", "  Zwei Wörter, 12 345!", "<|im_start|>user\n", "日本語 и русский")
+"""Texts that the tokenizer has to take as before, unless a new token is in them."""
+
+
+FINDINGS = TypeAdapter(list[Finding])
+
+
+def answer(order: BaseOrder) -> bytes:
+    """What `ensure_base_with_tokens` finds, as JSON, in a process that is for nothing else. Raises as that does."""
+    # The tokenizer's files are a stranger's.
+    limit_memory()
+    try:
+        found = ensure_base_with_tokens(order)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        found = [_too_small(order.target, f"the claim is full ({error.strerror})")]
+    return FINDINGS.dump_json(found)
+
+
+def ensure_base_with_tokens(order: BaseOrder) -> list[Finding]:
+    """Why it cannot be made; nothing if it is there. What was made of another base or of other tokens is replaced.
+
+    Raises ModelError, OSError.
+    """
+    known = _record_of(order.record)
+    is_made = known is not None and (known.base_digest, known.tokens) == (order.base_digest, order.tokens)
+    if is_made and order.target.is_dir():
+        return []
+    order.record.unlink(missing_ok=True)
+    remove_tree(order.target)
+    for leftover in order.target.parent.glob(f"{order.target.name}{TEMPORARY_MARK}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    order.target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_beside(order.target)
+    temporary.mkdir()
+    try:
+        made = _make(order, temporary)
+        if isinstance(made, Finding):
+            return [made]
+        publish_directory(temporary, order.target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    write_durably(order.record, made.model_dump_json().encode())
+    return []
+
+
+def _record_of(path: Path) -> AddedTokens | None:
+    try:
+        return read_added_tokens(path)
+    except ModelError as error:  # it is replaced
+        log.warning("%s", error)
+        return None
+
+
+def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
+    checkpoint, config = read_checkpoint(order.base), read_json(order.base / CONFIG_FILE)
+    try:
+        vocabulary = vocabulary_of(read_stored_model(checkpoint, config), is_adapted=order.trains_adapter)
+    except MergeError as error:
+        return _finding("added-tokens-without-rows", order.base.name, str(error), "give a base that has the tokens already")
+    _copy_other_files(order, checkpoint, directory)
+    found = _add_to_tokenizer(order, directory)
+    if isinstance(found, Finding):
+        return found
+    ids, num_known = found
+    num_rows = max(vocabulary.num_rows, 1 + max(ids))
+    if problem := _no_room(checkpoint, vocabulary, num_rows, directory):
+        return problem
+    if num_rows > vocabulary.num_rows:
+        content = json.dumps({**config, **vocabulary_settings(config, num_rows)}, indent=2)
+        (directory / CONFIG_FILE).write_text(content + "\n")
+    if stops := [number for token, number in zip(order.tokens, ids, strict=True) if token.stop]:
+        _stop_at(stops, order.base, directory)
+    write_with_rows(checkpoint, order.root, directory, vocabulary, num_known=num_known, added=ids, num_rows=num_rows)
+    for path in directory.rglob("*"):
+        (sync_directory if path.is_dir() else sync_file)(path)
+    return AddedTokens(
+        base_digest=order.base_digest,
+        tokens=order.tokens,
+        ids=tuple(ids),
+        num_rows=num_rows,
+        has_more_rows=num_rows > vocabulary.num_rows,
+        embedding=vocabulary.embedding,
+        separate_head=vocabulary.separate_head,
+    )
+
+
+def _copy_other_files(order: BaseOrder, checkpoint: Checkpoint, directory: Path) -> None:
+    """All but weights, files of the tokenizer, which writes its own, and what is hidden."""
+    left_out = {path.name for path in tokenizer_files(order.base)} | set(checkpoint.file_bytes)
+    for path in sorted(order.base.iterdir()):
+        is_weights = path.name.endswith(_WEIGHTS)
+        if path.is_file() and path.name not in left_out and not is_weights and not path.name.startswith("."):
+            copy_within(path, order.root, directory / path.name)
+
+
+def _add_to_tokenizer(order: BaseOrder, directory: Path) -> tuple[list[int], int] | Finding:
+    """Ids of the tokens, and how many rows the others need; the tokenizer is written to `directory`."""
+    from tokenizers import AddedToken
+
+    try:
+        # Files with millions of entries are files like others.
+        run_sandboxed(lambda: load_tokenizer(order.base, order.allow_remote_code)[1])
+    except SandboxEndedError as error:
+        return unusable(order.base, f"loading the tokenizer {error}")
+    tokenizer, findings = load_tokenizer(order.base, order.allow_remote_code)
+    if tokenizer is None:
+        return findings[0]
+    library: Any = tokenizer
+    before, contents = library.get_vocab(), [token.content for token in order.tokens]
+    probes = [text for text in _PROBES if not any(content in text for content in contents)]
+    as_before = [library(text)["input_ids"] for text in probes]
+    known = known_token(order.tokens, before)
+    if known is not None:
+        return known
+    # Without `normalized` its text is found as it is written, whatever the tokenizer does to other text first.
+    library.add_tokens([AddedToken(each.content, special=each.special, normalized=False) for each in order.tokens])
+    library.save_pretrained(directory)
+    again, findings = load_tokenizer(directory, order.allow_remote_code)
+    if again is None:
+        return findings[0]
+    reader: Any = again
+    after = reader.get_vocab()
+    ids = [after.get(content, -1) for content in contents]
+    read = [reader(content, add_special_tokens=False)["input_ids"] for content in contents]
+    lost = next((content for content, number, found in zip(contents, ids, read, strict=True) if found != [number]), None)
+    if lost is None and len({*ids, *before.values()}) < len(ids) + len({*before.values()}):
+        lost = contents[0]  # its id is another one's, too
+    is_changed = any(after.get(token) != number for token, number in before.items())
+    is_changed = is_changed or [reader(text)["input_ids"] for text in probes] != as_before
+    if lost is None and not is_changed:
+        return ids, 1 + max(before.values())
+    what = f"does not take {lost!r} for one token" if lost is not None else "takes other texts otherwise than before"
+    return _finding(
+        "added-token-not-kept",
+        lost or contents[0],
+        f"the tokenizer, saved and read again with the added tokens, {what}",
+        "add the tokens with transformers where you can look at the result, and give that directory as spec.model.source",
+    )
+
+
+def _stop_at(ids: Sequence[int], base: Path, directory: Path) -> None:
+    """Let generation stop there, and where it does already."""
+    path = directory / GENERATION_FILE
+    settings = read_json(path) if path.is_file() else {}
+    written = settings.get("eos_token_id", read_json(base / CONFIG_FILE).get("eos_token_id"))
+    known = written if isinstance(written, list) else [] if written is None else [written]
+    path.write_text(json.dumps({**settings, "eos_token_id": [*known, *ids]}, indent=2) + "\n")
+
+
+def _no_room(checkpoint: Checkpoint, vocabulary: Vocabulary, num_rows: int, directory: Path) -> Finding | None:
+    needed = written_bytes(checkpoint, vocabulary, num_rows, directory)
+    statistics = os.statvfs(directory)
+    free = statistics.f_bavail * statistics.f_frsize
+    if needed <= free:
+        return None
+    return _too_small(directory, f"the base model with added tokens needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
+
+
+def _too_small(directory: Path, message: str) -> Finding:
+    fix = "enlarge the claim, or make room on it"
+    return make_finding("claim-too-small", field="spec.workspace", value=directory.parent.name, message=message, fix=fix)
+
+
+def _finding(rule: str, value: str, message: str, fix: str) -> Finding:
+    return make_finding(rule, field=FIELD, value=value[:80], message=message, fix=fix)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """For preflight, whose process does without torch."""
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--parent", type=int, required=True)
+    die_with(arguments.parse_args(argv).parent)
+    written = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    # What libraries print is no answer.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    written.write(answer(BaseOrder.model_validate_json(sys.stdin.read())))
+    written.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    end(main())

@@ -1,0 +1,143 @@
+"""Tokens that the job adds: the base model is written to the workspace with them, and the data has to teach them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
+from finetune_job.method_settings import known_settings
+from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.added_tokens import FIELD, AddedTokens, BaseOrder, read_added_tokens
+from finetune_trainer.data.shards import TRAIN, TokenShards, map_tables
+from finetune_trainer.files import link_root
+from finetune_trainer.preflight.checks import JobInspection
+from finetune_trainer.preflight.model_process import ModelCheckError, ModuleWork, answer_of
+from finetune_trainer.processes.child import fork_answering, parse_answer
+from finetune_trainer.processes.start import torch_is_kept_out
+
+log = logging.getLogger(__name__)
+ANSWER_BYTES = 1 << 20
+SAVED = "modulesToSave"
+_FINDINGS = TypeAdapter(list[Finding])
+_FIX = f"its log says why; {FIELD} names the tokens"
+_BLOCK_TOKENS = 1 << 20
+"""Looked at together while tokens are sought in the data."""
+
+
+def add_tokens(seen: JobInspection) -> Iterable[Finding]:
+    """Fill in `added`, and let the base be the one with these tokens from here on. Raises as `make_base` does."""
+    context = seen.context
+    plan, workspace = context.plan, context.workspace
+    if not plan.model.added_tokens:
+        return ()
+    order = BaseOrder.of(
+        plan,
+        base=context.source_model.absolute(),
+        root=link_root(context.source_model, context.claims_root / plan.model.location.claim).absolute(),
+        base_digest=seen.known_files.digest,
+        target=workspace.base_with_tokens.absolute(),
+        record=workspace.added_tokens.absolute(),
+    )
+    found, seen.added = make_base(order)
+    if seen.added is not None:
+        seen.context = context.with_trained_rows()
+        for content, number in seen.added.id_of.items():
+            log.info("%s: %r is token %d", FIELD, content, number)
+    return found
+
+
+def make_base(order: BaseOrder) -> tuple[list[Finding], AddedTokens | None]:
+    """Why it cannot be made; or nothing, and what was made. Raises ModelCheckError, OSError."""
+    what = "adds tokens to the base model"
+    if torch_is_kept_out():
+        work = ModuleWork("finetune_trainer.model.base_with_tokens", (), order.model_dump_json().encode())
+        answered = answer_of(work.start(), what, _FIX)
+    else:
+        from finetune_trainer.model.base_with_tokens import answer
+
+        answered = answer_of(fork_answering(lambda: answer(order), ANSWER_BYTES), what, _FIX)
+    try:
+        found = parse_answer(answered, _FINDINGS)
+    except ValueError as error:
+        raise ModelCheckError("the process that adds tokens answered with something else than findings", _FIX) from error
+    return found, None if found else read_added_tokens(order.record)
+
+
+def check_rows(seen: JobInspection) -> Iterable[Finding]:
+    """Whether the rows of added tokens are trained, of the embedding and of an output head of its own."""
+    added, plan = seen.known_added, seen.plan
+    trained = [f".{name}." for name in seen.known_structure.trainable]
+    modules = [module for module in (added.embedding, added.separate_head) if module is not None]
+    missing = [module for module in modules if not any(f".{module}." in name for name in trained)]
+    if not missing:
+        return ()
+    return (
+        make_finding(
+            "added-tokens-untrained",
+            field=FIELD,
+            value=added.tokens[0].content,
+            message=f"the method trains no row of {' and '.join(missing)}, so the added tokens would stay what they begin as",
+            fix="set spec.method.type to a kind of LoRA, which trains these rows, or to Full; or name "
+            f"{' and '.join(missing)} in modulesToSave",
+            changes=_saved_whole(plan, missing),
+        ),
+    )
+
+
+def _saved_whole(plan: RunPlan, modules: list[str]) -> dict[str, Any] | None:
+    """None for a method that has no such setting."""
+    if plan.method.adapter is None or SAVED not in known_settings(plan.method.type):
+        return None
+    return {f"spec.method.settings.{SAVED}": [*(plan.method.adapter.settings.get(SAVED) or ()), *modules]}
+
+
+def check_use(seen: JobInspection) -> Iterable[Finding]:
+    """Whether the records hold the added tokens."""
+    added = seen.known_added
+    prepared = seen.known_data.readable_at(seen.context.workspace.prepared)
+    unread = sorted(set(added.ids) - _found(prepared, added.ids))
+    if not unread:
+        return ()
+    names = [content for content, number in added.id_of.items() if number in unread]
+    left = [token.written() for token in added.tokens if token.content not in names]
+    return (
+        make_finding(
+            "added-token-unread",
+            field=FIELD,
+            value=names[0],
+            message=f"no training record holds {names[0]!r}, so nothing teaches the model what it means "
+            f"({len(names)} such tokens)",
+            fix="remove it from addedTokens, or add records that hold it",
+            changes={FIELD: left or None},
+        ),
+    )
+
+
+def _found(prepared: Path, wanted: Collection[int]) -> set[int]:
+    """Those of the wanted tokens that a training record holds."""
+    ends = map_tables(prepared, TRAIN).document_ends
+    shards, num_tokens = TokenShards(prepared, TRAIN), int(ends[-1]) if len(ends) else 0
+    found: set[int] = set()
+    for start in range(0, num_tokens, _BLOCK_TOKENS):
+        tokens = shards.read(start, min(start + _BLOCK_TOKENS, num_tokens))[0]
+        found |= set(np.intersect1d(tokens, list(wanted)).tolist())
+        if found.issuperset(wanted):
+            break
+    return found
+
+
+def _answer(order: BaseOrder) -> bytes:
+    what = "adds tokens to the base model"
+    if torch_is_kept_out():
+        work = ModuleWork("finetune_trainer.model.base_with_tokens", (), order.model_dump_json().encode())
+        return answer_of(work.start(), what, _FIX)
+    from finetune_trainer.model.base_with_tokens import answer
+
+    return answer_of(fork_answering(lambda: answer(order), ANSWER_BYTES), what, _FIX)

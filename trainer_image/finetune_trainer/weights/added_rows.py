@@ -1,0 +1,247 @@
+"""A copy of a model's weights in which the embeddings have rows for added tokens.
+
+Files without embeddings are links to the model's own or copies of them, the others are written anew: tensor after tensor, block
+after block. A new row is the mean of the rows of all known tokens, as transformers' resize_token_embeddings begins them but for
+its noise, so that a token that nobody has learnt is as likely as any other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import struct
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BufferedReader, BufferedWriter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune_trainer.files import open_within, sync_file
+from finetune_trainer.weights.errors import BrokenCheckpointError, UnsupportedBaseError
+from finetune_trainer.weights.headers import DTYPE_BYTES, INDEX_FILE, Checkpoint, TensorHeader, read_header, read_json
+from finetune_trainer.weights.rounding import TORCH_DTYPES
+from finetune_trainer.weights.stored import StoredModel
+
+BLOCK_BYTES = 16 << 20
+"""Copied or added up at a time."""
+_ALIGNMENT = 8
+"""Tensors begin at a multiple of it, as the safetensors library writes them."""
+_RESIZED_BIAS = "final_logits_bias"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What of a model has a row for each token."""
+
+    tensors: Mapping[str, TensorHeader]
+    """By their names in the files."""
+    num_rows: int
+    embedding: str
+    """The end of the input embedding's path, as PEFT names modules."""
+    separate_head: str | None
+    """The same of an output head that does not share the embedding's values."""
+
+
+def vocabulary_of(model: StoredModel, *, is_adapted: bool) -> Vocabulary:
+    """is_adapted: an adapter is trained, which holds rows of weights alone.
+
+    Raises UnsupportedBaseError if rows cannot be added.
+    """
+    held = model.vocabulary()
+    sources = set(model.family.ties.values()) - set(model.family.ties)
+    embedding = next((path for path in sorted(sources) if path in held), None)
+    if embedding is None or len(held[embedding].parts) != 1:
+        raise UnsupportedBaseError("the files hold no input embedding that is known by its name")
+    other = next((path for path in model.parameters if path in model.embeddings and path not in held), None)
+    if other is not None:
+        counts = f"{other} has {model.parameters[other].shape[0]} rows and {embedding} {held[embedding].shape[0]}"
+        raise UnsupportedBaseError(f"{counts}, so the ids of tokens would not be the same in both")
+    biases = [path for path in model.parameters if path.rpartition(".")[2] == _RESIZED_BIAS]
+    biases += [path for path in held if path.endswith(".bias") and is_adapted]
+    if biases:
+        raise UnsupportedBaseError(f"{biases[0]} has a value for each token, and an adapter could hold none for added ones")
+    wrong = next((each for each in held.values() if each.dtype not in TORCH_DTYPES), None)
+    if wrong is not None:
+        raise UnsupportedBaseError(f"{wrong.path} has the element type {wrong.dtype}, of which there is no mean")
+    heads = [path for path in model.family.ties if path in held and path.endswith(".weight") and model.tie(path) is None]
+    return Vocabulary(
+        tensors={part.header.name: part.header for each in held.values() for part in each.parts},
+        num_rows=held[embedding].shape[0],
+        embedding=_module(embedding),
+        separate_head=_module(heads[0]) if heads else None,
+    )
+
+
+def _module(path: str) -> str:
+    return path.removesuffix(".weight").rpartition(".")[2]
+
+
+def written_bytes(checkpoint: Checkpoint, vocabulary: Vocabulary, num_rows: int, directory: Path) -> int:
+    """Room that the copy takes in `directory`, which exists. Files are links if they are on the same file system."""
+    changed = {header.file.name for header in vocabulary.tensors.values()}
+    device = directory.stat().st_dev
+    rows = sum((num_rows - vocabulary.num_rows) * _row_bytes(header) for header in vocabulary.tensors.values())
+    return rows + sum(
+        size
+        for name, size in checkpoint.file_bytes.items()
+        if name in changed or (checkpoint.directory / name).stat().st_dev != device
+    )
+
+
+def write_with_rows(
+    checkpoint: Checkpoint,
+    root: Path,
+    target: Path,
+    vocabulary: Vocabulary,
+    *,
+    num_known: int,
+    added: Collection[int],
+    num_rows: int,
+) -> None:
+    """Write weights and index to the directory `target`, durably.
+
+    root: below which links of the model may lead. num_known: tokens before any were added, whose rows the mean is of. added: ids
+    of the others; rows beyond the model's own are theirs, too. Raises BrokenCheckpointError, OSError.
+    """
+    changed = {header.file.name for header in vocabulary.tensors.values()}
+    for name in checkpoint.file_bytes:
+        with open_within(checkpoint.directory / name, root) as source:
+            if name in changed:
+                tensors = read_header(checkpoint.directory / name)
+                grown = [
+                    _Grown(each, num_rows, num_known, added) if each.name in vocabulary.tensors else each for each in tensors
+                ]
+                _write(source, grown, target / name)
+            else:
+                link_or_copy(source, target / name)
+        sync_file(target / name)
+    index = checkpoint.directory / INDEX_FILE
+    if index.exists():
+        content = _with_larger_totals(read_json(index), [*vocabulary.tensors.values()], num_rows)
+        (target / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n")
+        sync_file(target / INDEX_FILE)
+
+
+def link_or_copy(source: BufferedReader, target: Path) -> None:
+    """Give the open file another name, or copy it where the file system or the owner's rights do not let it have one."""
+    descriptors = os.open("/proc/self/fd", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # By its descriptor: what the path leads to may have changed. Without a directory Python does not follow the link.
+        os.link(str(source.fileno()), target, src_dir_fd=descriptors, follow_symlinks=True)
+    except OSError:
+        with target.open("wb") as copy:
+            shutil.copyfileobj(source, copy, BLOCK_BYTES)
+    finally:
+        os.close(descriptors)
+
+
+@dataclass(frozen=True)
+class _Grown:
+    """A tensor with rows for added tokens."""
+
+    stored: TensorHeader
+    num_rows: int
+    num_known: int
+    added: Collection[int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.num_rows, *self.stored.shape[1:])
+
+    def write(self, source: BufferedReader, target: BufferedWriter) -> None:
+        mean = self._mean(source)
+        for first, rows in _blocks(source, self.stored):
+            for row in self.added:
+                if 0 <= row - first < len(rows):
+                    rows[row - first] = mean
+            target.write(_bytes(rows))
+        target.writelines(_bytes(mean) for _ in range(self.stored.shape[0], self.num_rows))
+
+    def _mean(self, source: BufferedReader) -> torch.Tensor:
+        total = torch.zeros(self.stored.shape[1:], dtype=torch.float64)
+        count = min(self.num_known, self.stored.shape[0])
+        for first, rows in _blocks(source, self.stored):
+            if first < count:
+                total += rows[: count - first].double().sum(dim=0)
+        return (total / max(count, 1)).to(TORCH_DTYPES[self.stored.dtype])
+
+
+def _write(source: BufferedReader, tensors: Sequence[TensorHeader | _Grown], target: Path) -> None:
+    """A safetensors file of these tensors, with the metadata of the one that they are from."""
+    entries: dict[str, Any] = {}
+    metadata = _metadata(source)
+    if metadata is not None:
+        entries["__metadata__"] = metadata
+    position = 0
+    for each in tensors:
+        stored = each.stored if isinstance(each, _Grown) else each
+        size = math.prod(each.shape) * DTYPE_BYTES[stored.dtype]
+        entries[stored.name] = {"dtype": stored.dtype, "shape": list(each.shape), "data_offsets": [position, position + size]}
+        position += size
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % _ALIGNMENT)
+    with target.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        for each in tensors:
+            if isinstance(each, _Grown):
+                each.write(source, file)
+            else:
+                _copy(source, each, file)
+
+
+def _metadata(source: BufferedReader) -> dict[str, Any] | None:
+    source.seek(0)
+    (length,) = struct.unpack("<Q", source.read(8))
+    found: dict[str, Any] | None = json.loads(source.read(length)).get("__metadata__")
+    return found
+
+
+def _copy(source: BufferedReader, tensor: TensorHeader, target: BufferedWriter) -> None:
+    source.seek(tensor.offset)
+    left = tensor.num_bytes
+    while left:
+        block = source.read(min(left, BLOCK_BYTES))
+        if not block:
+            raise _cut_short(tensor)
+        target.write(block)
+        left -= len(block)
+
+
+def _blocks(source: BufferedReader, tensor: TensorHeader) -> Iterator[tuple[int, torch.Tensor]]:
+    """Consecutive rows, each time with the number of the first."""
+    width = _row_bytes(tensor)
+    at_once = max(1, BLOCK_BYTES // width)
+    for first in range(0, tensor.shape[0], at_once):
+        count = min(at_once, tensor.shape[0] - first)
+        source.seek(tensor.offset + first * width)
+        block = bytearray(source.read(count * width))
+        if len(block) != count * width:
+            raise _cut_short(tensor)
+        yield first, torch.frombuffer(block, dtype=TORCH_DTYPES[tensor.dtype]).view(count, *tensor.shape[1:])
+
+
+def _row_bytes(tensor: TensorHeader) -> int:
+    return tensor.num_bytes // tensor.shape[0]
+
+
+def _bytes(values: torch.Tensor) -> memoryview:
+    return values.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _cut_short(tensor: TensorHeader) -> BrokenCheckpointError:
+    return BrokenCheckpointError(f"{tensor.file}: ended inside tensor {tensor.name} while it was read. Fetch it again.")
+
+
+def _with_larger_totals(index: Mapping[str, Any], grown: Sequence[TensorHeader], num_rows: int) -> dict[str, Any]:
+    metadata = index.get("metadata")
+    more = {
+        "total_size": sum((num_rows - each.shape[0]) * _row_bytes(each) for each in grown),
+        "total_parameters": sum((num_rows - each.shape[0]) * math.prod(each.shape[1:]) for each in grown),
+    }
+    known = metadata if isinstance(metadata, Mapping) else {}
+    sums = {name: known[name] + count for name, count in more.items() if type(known.get(name)) is int}
+    return {**index, "metadata": {**known, **sums}} if sums else dict(index)
