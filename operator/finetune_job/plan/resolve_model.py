@@ -13,6 +13,7 @@ from finetune_job.methods import METHODS, Family
 from finetune_job.module_names import names_embedding
 from finetune_job.plan.choices import Choices
 from finetune_job.plan.run_plan import (
+    TRAINED_ROWS_FIELD,
     AdapterPlan,
     FsdpPlan,
     LoraPlan,
@@ -32,6 +33,9 @@ def method_plan(spec: FineTuneJobSpec, choices: Choices, *, on_gpu: bool) -> Met
     # A unit gathers its weights where it is called, which a fused forward pass does not.
     own = spec.parallelism.fsdp.version == 1 and has_own_units(spec)
     family = METHODS[kind].family
+    if trains_added_rows(spec):
+        given = spec.method.lora.trainable_token_indices if spec.method.lora is not None else None
+        choices.leave(TRAINED_ROWS_FIELD, given, [], "preflight names the rows of model.addedTokens")
     return MethodPlan(
         type=kind,
         lora=_lora(spec.method.lora or LoraSpec(), kind, choices, as_base=as_base, may_fuse=on_gpu and not own)

@@ -380,6 +380,7 @@ ATTENTION_FIELD = "spec.model.attention"
 RESHARDING_FIELD = "spec.parallelism.fsdp.reshardAfterForward"
 MICRO_BATCH_FIELD = "spec.training.microBatchSize"
 RECOMPUTATION_FIELD = "spec.training.activationCheckpointing"
+TRAINED_ROWS_FIELD = "spec.method.lora.trainableTokenIndices"
 
 
 def optional_float(text: str | None) -> float | None:

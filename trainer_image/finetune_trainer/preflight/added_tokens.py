@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.method_settings import known_settings
-from finetune_job.plan.run_plan import RunPlan
+from finetune_job.plan.run_plan import TRAINED_ROWS_FIELD, Choice, RunPlan
 from finetune_trainer.added_tokens import FIELD, AddedTokens, BaseOrder, read_added_tokens
 from finetune_trainer.data.shards import TRAIN, TokenShards, map_tables
 from finetune_trainer.files import link_root
@@ -68,6 +68,13 @@ def make_base(order: BaseOrder) -> tuple[list[Finding], AddedTokens | None]:
     except ValueError as error:
         raise ModelCheckError("the process that adds tokens answered with something else than findings", _FIX) from error
     return found, None if found else read_added_tokens(order.record)
+
+
+def chosen_rows(seen: JobInspection) -> Iterable[Choice]:
+    """Which rows are trained, where the plan leaves that open."""
+    lora = seen.plan.method.lora
+    if lora is not None and seen.plan.leaves_open(TRAINED_ROWS_FIELD):
+        yield Choice(field=TRAINED_ROWS_FIELD, value=list(lora.trainable_token_indices), reason=f"the rows of {FIELD}")
 
 
 def check_rows(seen: JobInspection) -> Iterable[Finding]:

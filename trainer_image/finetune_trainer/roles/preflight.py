@@ -27,7 +27,7 @@ from finetune_trainer.data.shards import TRAIN
 from finetune_trainer.files import write_durably
 from finetune_trainer.inspection.model_files import file_digests
 from finetune_trainer.inspection.report import SKIPPED, ModelReport, RehearsalReport, Verdict
-from finetune_trainer.preflight.added_tokens import add_tokens, check_rows, check_use
+from finetune_trainer.preflight.added_tokens import add_tokens, check_rows, check_use, chosen_rows
 from finetune_trainer.preflight.checks import (
     CheckStep,
     JobInspection,
@@ -229,7 +229,7 @@ def _model_report(seen: JobInspection, data_hash: str) -> ModelReport:
         total_steps=total_steps(training.epochs, training.max_steps, train.num_sequences, training.global_batch_size),
         memory=dict(seen.memory.terms) if seen.memory is not None else {},
         resharding=_resharding(seen),
-        batches=structure.batches,
+        batches=(*structure.batches, *chosen_rows(seen)),
         rehearsal=seen.rehearsal,
         warnings=tuple(seen.findings),
     )

@@ -41,7 +41,8 @@ def findings(context: Any, changes: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.usefixtures("records")
 def test_rows_of_embedding_and_head_are_trained(context: Any) -> None:
     job = context(ADDED)
-    assert run(job).outcome is Outcome.SUCCEEDED
+    result = run(job)
+    assert result.outcome is Outcome.SUCCEEDED
     report = read_report(job.workspace.model_report)
     assert report is not None
     rows = {name: shape for name, shape in report.trainable.items() if "tokens_delta" in name}
@@ -51,6 +52,12 @@ def test_rows_of_embedding_and_head_are_trained(context: Any) -> None:
     }
     assert "model.safetensors.index.json" in {path.name for path in job.workspace.base_with_tokens.iterdir()}
     assert report.warnings == ()
+    added = read_added_tokens(job.workspace.added_tokens)
+    assert added is not None
+    (chosen,) = [each for each in report.batches if each.field == "spec.method.lora.trainableTokenIndices"]
+    assert chosen.value == list(added.ids)
+    assert chosen.reason == "the rows of spec.model.addedTokens"
+    assert json.loads(result.facts["batches"])[-1]["value"] == list(added.ids)
 
 
 def test_a_token_that_the_tokenizer_has_is_refused(context: Any) -> None:
