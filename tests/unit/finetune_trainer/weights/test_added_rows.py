@@ -40,7 +40,7 @@ def stored(model: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("block", [1, 100, 1 << 20])
+@pytest.mark.parametrize("block", [1, 2560, 1 << 20])
 def test_a_new_row_is_the_mean_of_all_known_tokens(
     tmp_path: Path, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
