@@ -23,6 +23,26 @@ SHOWN_DEVICE = "NVIDIA H100 80GB HBM3"
 """Of which is said without a device what is calculated."""
 
 
+def throughput(scale: Scale, rows: Rows) -> str:
+    """The benchmark, which keeps its figures itself. First what is asked for first, because time may run out."""
+    return measure(scale, rows, "8B", ("ours", "trl") if scale.is_quick else ("ours", "compiled", "trl"))
+
+
+def settings(scale: Scale, rows: Rows) -> str:
+    """The same with settings that few jobs have."""
+    return measure(scale, rows, "8B", ("fp8",) if scale.is_quick else ("fp8", "deterministic"), record="settings-8B")
+
+
+def long(scale: Scale, rows: Rows) -> str:
+    """The same of long rows, whose layers are computed again in the backward pass."""
+    return measure(scale, rows, "8B-32k", ("ours",) if scale.is_quick else ("ours", "compiled"))
+
+
+def longest(scale: Scale, rows: Rows) -> str:
+    """And of rows that few devices hold."""
+    return measure(scale, rows, "8B-128k", ("compiled",))
+
+
 def measure(scale: Scale, rows: Rows, size: str, contenders: tuple[str, ...], record: str | None = None) -> str:
     """What is wrong; empty: all that the device holds has figures. record: the name of their file."""
     if scale.is_toy:

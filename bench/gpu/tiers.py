@@ -17,8 +17,9 @@ import triton
 from bench.gpu.calibration import calibration_rows
 from bench.gpu.faults import Hungry, Silent, TracedAlone, WithoutCompiler
 from bench.gpu.kernels import REFUSED, kernel_rows
+from bench.gpu.paths import paths
 from bench.gpu.scale import Rows, Scale, Tier
-from bench.gpu.speed import measure
+from bench.gpu.speed import long, longest, settings, throughput
 from bench.gpu.waits import wait_rows
 from bench.memory import __main__ as memory
 from bench.merge.model import write_adapter, write_base
@@ -229,16 +230,6 @@ def stall(scale: Scale, rows: Rows) -> str:
     return "; ".join(wrong)
 
 
-def throughput(scale: Scale, rows: Rows) -> str:
-    """The benchmark, which keeps its figures itself. First what is asked for first, because time may run out."""
-    return measure(scale, rows, "8B", ("ours", "trl") if scale.is_quick else ("ours", "compiled", "trl"))
-
-
-def settings(scale: Scale, rows: Rows) -> str:
-    """The same with settings that few jobs have."""
-    return measure(scale, rows, "8B", ("fp8",) if scale.is_quick else ("fp8", "deterministic"), record="settings-8B")
-
-
 def verification(scale: Scale, rows: Rows) -> str:
     """Logits of base, base + adapter and merged model on the device, next to the same on the CPU."""
     size = "0.1B" if scale.is_toy else "1.1B"
@@ -266,21 +257,14 @@ def verification(scale: Scale, rows: Rows) -> str:
     return "; ".join(fault for row in rows for fault in row["faults"])  # type: ignore[attr-defined]
 
 
-def long(scale: Scale, rows: Rows) -> str:
-    """The same of long rows, whose layers are computed again in the backward pass."""
-    return measure(scale, rows, "8B-32k", ("ours",) if scale.is_quick else ("ours", "compiled"))
-
-
-def longest(scale: Scale, rows: Rows) -> str:
-    """And of rows that few devices hold."""
-    return measure(scale, rows, "8B-128k", ("compiled",))
-
-
 TIERS = {
     "kernels": Tier(kernels, 60, "torch's kernels of attention in bfloat16, and how far they are from float32"),
     "calibration": Tier(calibration, 30, "which part of its published peaks a device reaches"),
     "throughput": Tier(throughput, 420, "tokens per second and MFU of an 8B Llama at 4,096 packed tokens, next to TRL"),
     "waits": Tier(waits, 60, "that torch raises nothing if each wait of a step for the device but one is an error"),
+    "paths": Tier(
+        paths, 150, "the kernels of compiled layers, FP8, 4 bits, adapters and experts, and how far they are from float32"
+    ),
     "resume": Tier(resume, 120, "equal bytes after SIGKILL with deterministic kernels, and the time that these take"),
     "methods": Tier(methods, 150, "LoRA, QLoRA, DoRA and Full in bfloat16 over NCCL, under FSDP 1 and 2"),
     "out-of-memory": Tier(out_of_memory, 60, "torch's own error of a device without memory, and its failure class"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench.gpu import __main__ as benchmark
-from bench.gpu import speed, tiers
+from bench.gpu import speed
 from bench.gpu.calculated import Calculated, calculated
 from bench.gpu.contender import OURS, SIZES
 from bench.gpu.scale import Rows, Scale
@@ -49,11 +49,11 @@ def test_every_run_is_over_before_it_is_ended(size: str, name: str, device: str)
 def test_what_a_device_does_not_hold_is_told_and_not_tried(asked: list[list[str]]) -> None:
     """An 8B Llama at 131,072 tokens needs 84 GiB compiled; at 32,768 tokens 35."""
     rows: Rows = []
-    assert tiers.longest(DEVICE, rows) == ""
+    assert speed.longest(DEVICE, rows) == ""
     assert asked == []
     assert [(row["contender"], row["GiB"], row["not shown"]) for row in rows] == [("compiled", 84.1, "it needs more memory")]
     rows.clear()
-    assert tiers.long(DEVICE, rows) == ""
+    assert speed.long(DEVICE, rows) == ""
     (options,) = asked
     assert options[options.index("--contenders") :] == ["--contenders", "ours", "compiled"]
     assert rows == [{"size": "8B-32k", "exit code": 0}]
@@ -61,13 +61,13 @@ def test_what_a_device_does_not_hold_is_told_and_not_tried(asked: list[list[str]
 
 def test_a_device_of_which_nothing_is_known_tries_all(asked: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA X900")
-    assert tiers.longest(DEVICE, []) == ""
+    assert speed.longest(DEVICE, []) == ""
     assert len(asked) == 1
 
 
 def test_models_are_made_once_for_all_tiers(asked: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GPU_CHECK_MODELS", str(tmp_path))
-    for tier in (tiers.throughput, tiers.settings, tiers.long):
+    for tier in (speed.throughput, speed.settings, speed.long):
         tier(DEVICE, [])
     assert {options[options.index("--models") + 1] for options in asked} == {str(tmp_path / "8B")}
     # Each keeps its figures in a file of its own.

@@ -168,7 +168,7 @@ def test_the_chain_of_a_job_that_fails_has_no_figures() -> None:
 
 
 TIERS = (
-    "kernels", "calibration", "throughput", "waits", "resume", "methods", "out-of-memory", "pod", "launcher", "planner",
+    "kernels", "calibration", "throughput", "waits", "paths", "resume", "methods", "out-of-memory", "pod", "launcher", "planner",
     "verification", "stall", "settings", "long", "longest",
 )  # fmt: skip
 
