@@ -106,6 +106,19 @@ def test_in_bfloat16_too(tmp_path: Path, method: dict[str, str]) -> None:
         assert distance(gradient, exact[name]) <= 1.5 * distance(narrow[name], exact[name]) + ROUNDING / 2, name
 
 
+@OTHERS
+@pytest.mark.parametrize("again", ["Selective", "Full"])
+def test_what_is_computed_again_has_the_same_bits(tmp_path: Path, method: dict[str, str], again: str) -> None:
+    base = write_shape(tmp_path, "llama", torch.bfloat16)
+    found = []
+    for kind in ("None", again):
+        run = SmallRun(plan_of_shape("llama", is_fast=True, activationCheckpointing=kind, **method), base)
+        compute_gradients(run.inputs, step=0, weight=1 / 64)
+        found.append({name: each.grad for name, each in run.model.named_parameters() if each.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+
+
 def test_gemma_2_takes_a_mask_because_attention_by_bounds_is_refused(tmp_path: Path) -> None:
     plan = plan_of_shape("gemma2", is_fast=True)
     config = AutoConfig.for_model("gemma2", **SHAPES["gemma2"]).to_dict()
