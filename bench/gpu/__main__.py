@@ -1,8 +1,9 @@
 """`python -m bench.gpu`: an 8B-class Llama, LoRA r=16 on every linear layer, packed sequences of 4096 tokens or more, bfloat16.
 
 A rank of a job as a pod runs it and TRL's SFTTrainer do the same work in processes of their own, one for each GPU that --ranks
-asks for. The model takes 16 GB in the directory for temporary files. Without a GPU it says so and does nothing. `--size tiny`
-runs the same code on a small model on the CPU, to show that it works; its figures mean nothing else.
+asks for. The model takes 16 GB in the directory for temporary files, or in --models, where the next call finds it. Without a GPU
+it says so and does nothing. `--size tiny` runs the same code on a small model on the CPU, to show that it works; its figures mean
+nothing else. What the planner calculates stands beside what is measured.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import get_peft_model
 
-from bench.gpu.contender import CONTENDERS, SIZES, WARM_UP_STEPS, adapter, documents, make_model, recomputes
+from bench.gpu.calculated import Calculated, calculated
+from bench.gpu.contender import CONTENDERS, SIZES, adapter, documents, make_model, recomputes
 from finetune_memory.devices import device_of
 from finetune_trainer.observe.flops import model_cost
 
@@ -32,21 +35,24 @@ RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 TINY = "tiny"
 """What the names of sizes for a CPU begin with."""
 RUN_SECONDS = 1800.0
-TARGET_TOKENS_PER_SECOND, STRETCH_TOKENS_PER_SECOND = 12_500, 15_000
+TARGET_TOKENS_PER_SECOND, STRETCH_TOKENS_PER_SECOND = 14_000, 15_000
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="runs of each contender, in turns")
-    parser.add_argument("--steps", type=int, default=10, help=f"optimizer steps of a run, the first {WARM_UP_STEPS} not counted")
+    parser.add_argument("--steps", type=int, help="optimizer steps of a run; unset: as many as the size has")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, or processes on the CPU")
     parser.add_argument("--size", choices=list(SIZES), default="8B", help="the model, and the length of its rows; tiny: on a CPU")
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=["ours", "trl"])
     parser.add_argument("--run-seconds", type=float, default=RUN_SECONDS, help="that a run may take before it is ended")
+    parser.add_argument("--models", type=Path, help="where the model stays for the next call")
+    parser.add_argument("--record", help="name of the file with the figures; unset: throughput-SIZE")
     arguments = parser.parse_args(argv)
-    if arguments.steps <= WARM_UP_STEPS or arguments.runs < 1:
-        parser.error(f"--steps must be above {WARM_UP_STEPS} and --runs at least 1")
-    size, steps, ranks = arguments.size, arguments.steps, arguments.ranks
+    size, ranks = arguments.size, arguments.ranks
+    steps, warm_up = arguments.steps or SIZES[size]["steps"], SIZES[size]["warm_up"]
+    if steps <= warm_up or arguments.runs < 1:
+        parser.error(f"--steps must be above {warm_up}, which are not counted, and --runs at least 1")
     is_tiny = size.startswith(TINY)
     if not is_tiny and torch.cuda.device_count() < arguments.ranks:
         print(f"not measured: {torch.cuda.device_count() or 'no'} GPU of {arguments.ranks}")
@@ -55,6 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     failed = set()
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as prepared:
+        if arguments.models is not None:
+            arguments.models.mkdir(parents=True, exist_ok=True)
+            Path(prepared, "models").symlink_to(arguments.models.resolve())
         if any(ended([contender("prepare", Path(prepared), size, steps, ranks=ranks)], arguments.run_seconds)):
             return 1
         for number in range(arguments.runs):
@@ -69,26 +78,26 @@ def main(argv: list[str] | None = None) -> int:
                 rate = runs[name][-1]["tokens_per_second"]
                 print(f"run {number + 1}/{arguments.runs}, {name}: {rate:.0f} tokens/s", flush=True)
                 if not is_tiny:
-                    keep(size, ranks, runs)
+                    keep(arguments.record or f"throughput-{size}", size, ranks, runs)
     flops = flops_per_token(size, steps, ranks)
     for name, found in runs.items():
         if found:
-            print(line(name, found, flops, ranks))
+            print(line(name, found, flops, ranks, calculated(name, size, ranks, found[0]["device"])))
     if size == "8B":
         print(f"target {TARGET_TOKENS_PER_SECOND} tokens/s on one H100 or H200, stretch {STRETCH_TOKENS_PER_SECOND}")
     return int(bool(failed))
 
 
-def keep(size: str, ranks: int, runs: dict[str, list[dict[str, Any]]]) -> None:
-    """The figures so far, after each run: whoever has lent the device may want it back before the last."""
+def keep(record: str, size: str, ranks: int, runs: dict[str, list[dict[str, Any]]]) -> None:
+    """The figures so far, after each run: whoever has lent the device may want it back before the last. What is calculated stands
+    beside them. speed.json in the same folder has figures of kernels, too, and was written by hand.
+    """
     how = {"size": size, "ranks": ranks, "recomputes": recomputes(size), "torch": torch.__version__}
+    beside = {
+        name: asdict(found) for name, of in runs.items() if of and (found := calculated(name, size, ranks, of[0]["device"]))
+    }
     RESULTS.mkdir(parents=True, exist_ok=True)
-    result_file(size).write_text(json.dumps({**how, "runs": runs}, indent=2) + "\n")
-
-
-def result_file(size: str) -> Path:
-    """Where the figures of a size are kept. speed.json beside it has those of kernels, too, and was written by hand."""
-    return RESULTS / f"throughput-{size}.json"
+    (RESULTS / f"{record}.json").write_text(json.dumps({**how, "calculated": beside, "runs": runs}, indent=2) + "\n")
 
 
 def contender(name: str, directory: Path, size: str, steps: int, *, rank: int = 0, ranks: int) -> subprocess.Popen[bytes]:
@@ -130,10 +139,11 @@ def run_once(name: str, prepared: Path, size: str, steps: int, ranks: int, *, se
             raise RuntimeError(f"{name} ended with {codes}")
         found = [json.loads((directory / f"figures-{rank}.json").read_text()) for rank in range(ranks)]
     settings, starts = SIZES[size], found[0]["starts"]
-    tokens = (steps - WARM_UP_STEPS) * settings["micro_batch"] * settings["accumulation"] * ranks * settings["length"]
+    warm_up = settings["warm_up"]
+    tokens = (steps - warm_up) * settings["micro_batch"] * settings["accumulation"] * ranks * settings["length"]
     peaks = [rank["peak_memory_bytes"] for rank in found]
     return {
-        "tokens_per_second": tokens / (starts[-1] - starts[WARM_UP_STEPS]),
+        "tokens_per_second": tokens / (starts[-1] - starts[warm_up]),
         "loss": found[0]["loss"],
         "peak_memory_bytes": None if None in peaks else max(peaks),
         "device": found[0]["device"],
@@ -148,17 +158,22 @@ def flops_per_token(size: str, steps: int, ranks: int) -> float:
     return cost.step_flops(sum(lengths), sum(length * length for length in lengths)) / sum(lengths)
 
 
-def line(name: str, found: list[dict[str, Any]], flops: float, ranks: int) -> str:
-    """One line for a reader."""
+def line(name: str, found: list[dict[str, Any]], flops: float, ranks: int, beside: Calculated | None) -> str:
+    """One line for a reader, with the errors of what is calculated."""
     rates = [run["tokens_per_second"] for run in found]
     rate, device = statistics.median(rates), found[0]["device"]
     known = device_of(device)
     utilisation = f"{rate * flops / (known.flops * ranks):.1%}" if known else "unknown"
     memory = found[0]["peak_memory_bytes"]
     shown = f"{memory / 1e9:.1f} GB" if memory is not None else "not measured"
+    pace, planned = "", ""
+    if beside is not None:
+        pace = f", calculated {beside.tokens_per_second:.0f} ({beside.tokens_per_second / rate - 1:+.1%})"
+        error = f" ({beside.peak_memory_bytes / memory - 1:+.1%})" if memory is not None else ""
+        planned = f", planned {beside.peak_memory_bytes / 1e9:.1f} GB{error}"
     return (
-        f"{name} on {ranks} x {device}: {rate:.0f} tokens/s ({min(rates):.0f} to {max(rates):.0f}), MFU {utilisation}, "
-        f"peak memory {shown}, loss {found[-1]['loss']:.4f}"
+        f"{name} on {ranks} x {device}: {rate:.0f} tokens/s ({min(rates):.0f} to {max(rates):.0f}){pace}, MFU {utilisation}, "
+        f"peak memory {shown}{planned}, loss {found[-1]['loss']:.4f}"
     )
 
 

@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,6 +30,8 @@ START_SECONDS = 300.0
 """Until the libraries are imported."""
 END_SECONDS = 10.0
 """For the process after its last tier."""
+MODELS = "GPU_CHECK_MODELS"
+"""Variable with the folder in which the models of benchmarks stay from tier to tier, 16 GB."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,8 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="of each tier only what is cheapest")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="of all tiers together on a device (10)")
     arguments = parser.parse_args(argv)
-    environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if arguments.toy else {})}
-    return check(arguments.tiers, ["--quick"] if arguments.quick else [], environment, arguments.minutes * 60)
+    with tempfile.TemporaryDirectory(prefix="gpu-check-models-") as models:
+        environment = {**os.environ, MODELS: models, **({"CUDA_VISIBLE_DEVICES": ""} if arguments.toy else {})}
+        return check(arguments.tiers, ["--quick"] if arguments.quick else [], environment, arguments.minutes * 60)
 
 
 def check(names: Sequence[str], options: Sequence[str], environment: dict[str, str], seconds: float) -> int:
@@ -48,7 +52,8 @@ def check(names: Sequence[str], options: Sequence[str], environment: dict[str, s
     began, num_run, failed = time.monotonic(), 0, []
     left: list[str] | None = None
     while left is None or left:
-        worker = Worker([*options, *(names if left is None else left)], environment)
+        # Options come last: argparse takes no more names after one.
+        worker = Worker([*(names if left is None else left), *options], environment)
         try:
             plan = worker.report(START_SECONDS)
             if "problem" in plan:
@@ -73,6 +78,7 @@ def check(names: Sequence[str], options: Sequence[str], environment: dict[str, s
             worker.end(patience=0.0 if left else END_SECONDS)
     if left:
         print(f"left out, because {seconds / 60:g} minutes are over: {', '.join(left)}")
+        print(f"they run with: python -m bench.gpu.check {' '.join(left)}")
     print(f"failed: {', '.join(failed)}" if failed else f"{num_run - len(failed)} of {num_run + len(left)} tiers passed")
     return int(bool(failed) or not num_run)
 

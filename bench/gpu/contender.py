@@ -42,17 +42,20 @@ _MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "max_position_embeddings": 256,
     },
 }  # fmt: skip
+_SHORT: dict[str, Any] = {"micro_batch": 2, "accumulation": 2, "steps": 10, "warm_up": 2}
+_LONG: dict[str, Any] = {"micro_batch": 1, "accumulation": 1, "warm_up": 1, "recomputes": True}
 SIZES: dict[str, dict[str, Any]] = {
-    "8B": {"model": _MODELS["8B"], "length": 4096, "micro_batch": 2, "accumulation": 2},
-    "8B-32k": {"model": _MODELS["8B"], "length": 32_768, "micro_batch": 1, "accumulation": 1, "recomputes": True},
-    "8B-128k": {"model": _MODELS["8B"], "length": 131_072, "micro_batch": 1, "accumulation": 1, "recomputes": True},
-    "tiny": {"model": _MODELS["tiny"], "length": 64, "micro_batch": 2, "accumulation": 2},
-    "tiny-long": {"model": _MODELS["tiny"], "length": 256, "micro_batch": 1, "accumulation": 1, "recomputes": True},
+    "8B": {"model": _MODELS["8B"], "length": 4096, **_SHORT},
+    "8B-32k": {"model": _MODELS["8B"], "length": 32_768, "steps": 4, **_LONG},
+    "8B-128k": {"model": _MODELS["8B"], "length": 131_072, "steps": 2, **_LONG},
+    "tiny": {"model": _MODELS["tiny"], "length": 64, **_SHORT},
+    "tiny-long": {"model": _MODELS["tiny"], "length": 256, "steps": 3, **_LONG},
 }
 """The shape of Llama 3 8B with rows of some lengths, and one that shows on a CPU that the code runs.
 
-recomputes: whether layers are computed again in the backward pass, without which a long row does not fit."""
-WARM_UP_STEPS = 2
+steps: optimizer steps, unless others are asked for; warm_up: how many of them do not count. By calculation one of 131,072 tokens
+takes an H200 a minute. recomputes: whether layers are computed again in the backward pass, without which a long row does not
+fit."""
 MODEL = "models/tiny"
 """Where the plan looks for it."""
 
@@ -84,15 +87,20 @@ def documents(size: str, steps: int, ranks: int) -> list[list[list[int]]]:
     return sequences
 
 
-def context_of(directory: Path, size: str, steps: int, ranks: int, **training: Any) -> RunContext:
+def manifest_of(size: str, steps: int, ranks: int, **training: Any) -> dict[str, Any]:
     training |= {"activationCheckpointing": "Full"} if recomputes(size) else {}
-    return run_context(directory, spec_of(steps, SIZES[size], ranks, **training), profile=GPU_PROFILE)
+    return spec_of(steps, SIZES[size], ranks, **training)
+
+
+def context_of(directory: Path, size: str, steps: int, ranks: int, **training: Any) -> RunContext:
+    return run_context(directory, manifest_of(size, steps, ranks, **training), profile=GPU_PROFILE)
 
 
 def prepare(directory: Path, size: str, steps: int, ranks: int, device: torch.device) -> None:
-    """What fetch and preflight leave. device: where random weights are made, which is slow on a CPU."""
-    make_model(size, device).save_pretrained(directory / MODEL, max_shard_size="4GB")
-    write_tokenizer(directory / MODEL)
+    """What fetch and preflight leave; a model that is there stays. device: where weights are drawn, which is slow on a CPU."""
+    if not (directory / MODEL / "config.json").exists():
+        make_model(size, device).save_pretrained(directory / MODEL, max_shard_size="4GB")
+        write_tokenizer(directory / MODEL)
     context, found = context_of(directory, size, steps, ranks), documents(size, steps, ranks)
     flat = [document for sequence in found for document in sequence]
     ends = np.cumsum([len(document) for document in flat])
@@ -165,11 +173,15 @@ def recomputes(size: str) -> bool:
     return bool(SIZES[size].get("recomputes"))
 
 
+OURS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "compiled": {"compile": True},
+    "fp8": {"compile": True, "fp8": True},
+    "deterministic": {"deterministic": True},
+}
+"""Fields of `spec.training`."""
 CONTENDERS: dict[str, Callable[..., tuple[list[float], list[float]]]] = {
-    "ours": ours,
-    "compiled": partial(ours, compile=True),
-    "fp8": partial(ours, compile=True, fp8=True),
-    "deterministic": partial(ours, deterministic=True),
+    **{name: partial(ours, **training) for name, training in OURS.items()},
     "trl": trl,
 }
 

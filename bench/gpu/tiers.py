@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import triton
 
-from bench.gpu import __main__ as speed
 from bench.gpu.calibration import calibration_rows
 from bench.gpu.faults import Hungry, Silent, TracedAlone, WithoutCompiler
 from bench.gpu.kernels import REFUSED, kernel_rows
+from bench.gpu.paths import paths
 from bench.gpu.scale import Rows, Scale, Tier
+from bench.gpu.speed import long, longest, settings, throughput
 from bench.gpu.waits import wait_rows
 from bench.memory import __main__ as memory
 from bench.merge.model import write_adapter, write_base
@@ -42,8 +43,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 STEPS, KILLED_IN = 4, 3
 POD_SECONDS = 100.0
-RUN_SECONDS = 150.0
-"""Of a contender; on a device the fastest take half a minute, and those that are compiled a minute more."""
 STEP_TIMEOUT = 10
 LAUNCHER_SCRIPT = Path(__file__).parents[2] / "trainer_image" / "layers" / "build-launcher.sh"
 SAME_LOSS = 2e-2
@@ -231,12 +230,6 @@ def stall(scale: Scale, rows: Rows) -> str:
     return "; ".join(wrong)
 
 
-def throughput(scale: Scale, rows: Rows) -> str:
-    """The benchmark, which keeps its figures itself. First what is asked for first, because time may run out."""
-    contenders = ("ours", "trl") if scale.is_quick else ("ours", "compiled", "trl", "fp8", "deterministic")
-    return _measured(rows, "tiny" if scale.is_toy else "8B", 3 if scale.is_toy else 10, contenders)
-
-
 def verification(scale: Scale, rows: Rows) -> str:
     """Logits of base, base + adapter and merged model on the device, next to the same on the CPU."""
     size = "0.1B" if scale.is_toy else "1.1B"
@@ -264,27 +257,14 @@ def verification(scale: Scale, rows: Rows) -> str:
     return "; ".join(fault for row in rows for fault in row["faults"])  # type: ignore[attr-defined]
 
 
-def long_rows(scale: Scale, rows: Rows) -> str:
-    """The same of long rows, whose layers are computed again in the backward pass."""
-    sizes = ("tiny-long",) if scale.is_toy else ("8B-32k", "8B-128k")
-    contenders = ("ours",) if scale.is_quick else ("ours", "compiled")
-    return "; ".join(filter(None, (_measured(rows, size, 3 if scale.is_toy else 6, contenders) for size in sizes)))
-
-
-def _measured(rows: Rows, size: str, steps: int, contenders: tuple[str, ...]) -> str:
-    limit = ["--run-seconds", str(RUN_SECONDS)]
-    code = speed.main(["--size", size, "--runs", "1", "--steps", str(steps), *limit, "--contenders", *contenders])
-    rows.append({"size": size, "exit code": code})
-    return f"{size} failed" if code else ""
-
-
 TIERS = {
     "kernels": Tier(kernels, 60, "torch's kernels of attention in bfloat16, and how far they are from float32"),
     "calibration": Tier(calibration, 30, "which part of its published peaks a device reaches"),
-    "throughput": Tier(
-        throughput, 420, "tokens per second and MFU of an 8B Llama at 4,096 packed tokens next to TRL, in FP8, and deterministic"
-    ),
+    "throughput": Tier(throughput, 420, "tokens per second and MFU of an 8B Llama at 4,096 packed tokens, next to TRL"),
     "waits": Tier(waits, 60, "that torch raises nothing if each wait of a step for the device but one is an error"),
+    "paths": Tier(
+        paths, 150, "the kernels of compiled layers, FP8, 4 bits, adapters and experts, and how far they are from float32"
+    ),
     "resume": Tier(resume, 120, "equal bytes after SIGKILL with deterministic kernels, and the time that these take"),
     "methods": Tier(methods, 150, "LoRA, QLoRA, DoRA and Full in bfloat16 over NCCL, under FSDP 1 and 2"),
     "out-of-memory": Tier(out_of_memory, 60, "torch's own error of a device without memory, and its failure class"),
@@ -295,6 +275,8 @@ TIERS = {
         verification, 90, "how long a device takes to compare a merged model's logits, and how near they are there"
     ),
     "stall": Tier(stall, 90, "NCCL's operations that never end, and its flight recorder, which take a second GPU"),
-    "long": Tier(long_rows, 330, "the same at 32,768 and 131,072 tokens"),
+    "settings": Tier(settings, 330, "tokens per second of the same with products in FP8, and with deterministic kernels"),
+    "long": Tier(long, 330, "the same at 32,768 tokens"),
+    "longest": Tier(longest, 300, "the same at 131,072 tokens"),
 }
 """In the order in which they run: on a device time may be over before the last."""

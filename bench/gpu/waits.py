@@ -19,6 +19,11 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "gpt2": ("gpt2", {}),
     "llama, ordered": ("llama", {"ranks": 2, "reduction": "Ordered"}),
+    "llama, QLoRA": ("llama", {"method": "QLoRA"}),
+    "llama, DoRA": ("llama", {"method": "DoRA"}),
+    "llama, Full": ("llama", {"method": "Full"}),
+    "llama, dropout": ("llama", {"dropout": "0.1"}),
+    "llama, FP8": ("llama", {"fp8": True}),
 }
 """What has no mask; for one transformers looks at the positions of each batch."""
 

@@ -225,8 +225,9 @@ def _products(layer: Layer, during: TrainingPass) -> int:
     for linear in layer.linears:
         total += tokens * linear.outputs * size
         if linear.rank:
-            # A fused adapter's second product is added in place, to what the base computed, of which a copy is kept.
-            of_second = 0 if during.fuses_adapters else linear.outputs
+            # A fused adapter's second product is added in place, to what the base computed, of which a copy is kept; not to what
+            # bitsandbytes computed.
+            of_second = 0 if during.fuses_adapters and not during.is_packed else linear.outputs
             total += tokens * (linear.rank + of_second) * during.adapter_bytes(linear.adapter_dtype)
         if linear.has_magnitude:
             # PEFT computes B @ A as layers, of a matrix of ones: products like any other.

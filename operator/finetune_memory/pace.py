@@ -242,6 +242,9 @@ class _Pacer:
         if not self.is_fused:
             # Scaled and added by kernels of their own.
             moved += 7 * outputs * size
+        elif self.plan.method.quantization is not None:
+            # A copy of what the base computed.
+            moved += 2 * outputs * size
         if not self.is_fused and self.elements.adapter_copies_input(linear.adapter_dtype):
             moved += 2 * inputs * (size + VALUE_BYTES[linear.adapter_dtype])
         if linear.has_magnitude:

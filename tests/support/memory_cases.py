@@ -183,6 +183,7 @@ def _cases() -> list[MemoryCase]:
         MemoryCase("llama, LoRA, fused", llama, lora, is_fused=True),
         MemoryCase("llama, LoRA, fused, precision bf16", llama, {**lora, **bf16}, is_fused=True),
         MemoryCase("llama, LoRA, fused, Selective", llama, {**lora, **recomputed["Selective"]}, is_fused=True),
+        MemoryCase("llama, LoRA with dropout, fused", llama, _lora(loraDropout="0.1"), is_fused=True),
         MemoryCase("llama, LoRA, packed", llama, lora, is_packed=True),
         MemoryCase("llama, LoRA, packed, 512 tokens", llama, lora, length=512, is_packed=True),
         MemoryCase("llama, LoRA, 512 tokens", llama, lora, length=512),

@@ -50,11 +50,13 @@ def write_shape(directory: Path, kind: str, dtype: torch.dtype = torch.float32) 
     return directory
 
 
-def plan_of_shape(kind: str, *, is_fast: bool, method: str = "LoRA", ranks: int = 1, **training: Any) -> RunPlan:
+def plan_of_shape(
+    kind: str, *, is_fast: bool, method: str = "LoRA", ranks: int = 1, dropout: str = "0", **training: Any
+) -> RunPlan:
     """LoRA on every linear layer, unless another method is named. is_fast: attention by the bounds of documents and LoRA in the
     type of its base, as a profile with a GPU has them; else a mask and PEFT's own forward pass.
     """
-    lora = None if method == "Full" else {"r": 4, "loraAlpha": 6}
+    lora = None if method == "Full" else {"r": 4, "loraAlpha": 6, "loraDropout": dropout}
     spec = tiny_spec(
         method={"type": method, "lora": lora},
         training={"microBatchSize": 2, **training},

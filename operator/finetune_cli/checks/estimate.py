@@ -12,6 +12,7 @@ from finetune_job.api.pod_settings import quantity_bytes
 from finetune_job.device import product_of
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.run_plan import RunPlan
+from finetune_memory.attention import trains_on_gpu
 from finetune_memory.describe import model_shape, read_model
 from finetune_memory.devices import device_of
 from finetune_memory.limit import MemoryLimit, format_bytes
@@ -133,13 +134,20 @@ def _limit(plan: RunPlan, options: EstimateOptions) -> MemoryLimit | None:
 
 def _precision(plan: RunPlan, stored: str) -> str:
     """stored: element type of the base model's files."""
-    computed = resolve_elements(plan, stored).computed
+    elements, method = resolve_elements(plan, stored), plan.method
     why = "as the base model is stored"
     if plan.training.precision is not None:
         why = "spec.training.precision"
     elif plan.model.dtype is not None:
         why = "spec.model.dtype"
-    return f"{computed} ({why})" + (", never rounded to TF32" if computed == "float32" else "")
+    told = f"{elements.computed} ({why})"
+    if elements.computed == "float32":
+        return f"{told}, never rounded to TF32"
+    is_fused = method.lora is not None and method.lora.fused_forward
+    if trains_on_gpu(plan) and method.autocast_adapter_dtype and elements.param is None and not is_fused:
+        # Nothing casts what PEFT's layers multiply.
+        told += "; of adapters in float32, in which they are held: training.precision: bf16 is faster"
+    return told
 
 
 def _device_bytes(written: str) -> int:

@@ -153,8 +153,8 @@ class LoraSpec(ApiModel):
     autocast_adapter_dtype: bool | None = None
     """Hold adapter weights in float32 where the base is bfloat16 or float16. Unset: true."""
     peft_forward: bool | None = None
-    """Compute adapters by PEFT's own layers, which cast inputs and not factors. Unset: false for plain LoRA (no dropout, no part
-    of the base, no unit of its own under FSDP 1) on a GPU, else true."""
+    """Compute adapters by PEFT's own layers, which cast inputs and not factors. Unset: false for LoRA and QLoRA (4 bits, no start
+    from a part of the base, no unit of its own under FSDP 1) on a GPU, else true."""
 
 
 class QuantType(StrEnum):

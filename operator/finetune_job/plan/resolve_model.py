@@ -25,6 +25,8 @@ from finetune_job.sharding import holds_adapters_as_the_base, needs_original_par
 
 DEFAULT_QUANT_TYPE = QuantType.NF4
 DEFAULT_DOUBLE_QUANT = True
+FUSED_BITS = 4
+"""Of a packed base next to which adapters compute in its type; PEFT has a class of its own for 8 bits."""
 
 
 def method_plan(spec: FineTuneJobSpec, choices: Choices, *, on_gpu: bool) -> MethodPlan:
@@ -32,13 +34,15 @@ def method_plan(spec: FineTuneJobSpec, choices: Choices, *, on_gpu: bool) -> Met
     as_base = holds_adapters_as_the_base(kind, spec.parallelism.fsdp.version, own_units=has_own_units(spec))
     # A unit gathers its weights where it is called, which a fused forward pass does not.
     own = spec.parallelism.fsdp.version == 1 and has_own_units(spec)
+    quantization = (spec.method.quantization or QuantizationSpec()) if METHODS[kind].packs_base else None
+    may_fuse = on_gpu and not own and (quantization is None or quantization.bits == FUSED_BITS)
     family = METHODS[kind].family
     if trains_added_rows(spec):
         given = spec.method.lora.trainable_token_indices if spec.method.lora is not None else None
         choices.leave(TRAINED_ROWS_FIELD, given, [], "preflight names the rows of model.addedTokens")
     return MethodPlan(
         type=kind,
-        lora=_lora(spec.method.lora or LoraSpec(), kind, choices, as_base=as_base, may_fuse=on_gpu and not own)
+        lora=_lora(spec.method.lora or LoraSpec(), kind, choices, as_base=as_base, may_fuse=may_fuse)
         if family is Family.LORA
         else None,
         adapter=AdapterPlan(
@@ -47,16 +51,14 @@ def method_plan(spec: FineTuneJobSpec, choices: Choices, *, on_gpu: bool) -> Met
         )
         if family is Family.OTHER
         else None,
-        quantization=(
-            quantization_plan(spec.method.quantization or QuantizationSpec(), choices) if METHODS[kind].packs_base else None
-        ),
+        quantization=None if quantization is None else quantization_plan(quantization, choices),
     )
 
 
 def _lora(lora: LoraSpec, kind: MethodType, choices: Choices, *, as_base: bool, may_fuse: bool) -> LoraPlan:
     pick = choices.pick
     dropout = float(pick("method.lora.loraDropout", lora.lora_dropout, "0", "adapters seldom need dropout"))
-    can_fuse = may_fuse and kind is MethodType.LORA and not dropout and not lora.init_lora_weights.decomposes_base
+    can_fuse = may_fuse and not METHODS[kind].needs.magnitudes and not lora.init_lora_weights.decomposes_base
     is_fused = can_fuse and not pick(
         "method.lora.peftForward", lora.peft_forward, False, "casts factors and no inputs, and adds by the second product"
     )

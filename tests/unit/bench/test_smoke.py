@@ -168,15 +168,15 @@ def test_the_chain_of_a_job_that_fails_has_no_figures() -> None:
 
 
 TIERS = (
-    "kernels", "calibration", "throughput", "waits", "resume", "methods", "out-of-memory", "pod", "launcher", "planner",
-    "verification", "stall", "long",
+    "kernels", "calibration", "throughput", "waits", "paths", "resume", "methods", "out-of-memory", "pod", "launcher", "planner",
+    "verification", "stall", "settings", "long", "longest",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("options", "contenders", "methods"),
     [
-        (["--quick"], {"ours": 2, "trl": 1}, 1),
+        (["--quick"], {"ours": 2, "trl": 1, "fp8": 1}, 1),
         # Every branch that a CPU can take.
         pytest.param(
             [], {"ours": 2, "trl": 1, "compiled": 2, "fp8": 1, "deterministic": 1}, 8, marks=pytest.mark.nightly, id="whole"
@@ -197,6 +197,11 @@ def test_what_a_gpu_would_show(
         found = [line for line in lines if line.startswith(f"{name} on 1 x cpu: ")]
         assert len(found) == count
         assert all("MFU unknown" in line for line in found)
+    # What an H100 would be compared with; of its 79 GiB.
+    assert "   contender ours, size 8B, by calculation on NVIDIA H100 80GB HBM3, tokens per second 10360, GiB 66.8" in lines
+    assert (
+        "   contender compiled, size 8B-128k, by calculation on NVIDIA H100 80GB HBM3, tokens per second 2079, GiB 84.1" in lines
+    )
     assert len([line for line in lines if line.startswith("   method ")]) == methods
     assert any("class HostOutOfMemory" in line for line in lines)
     assert any("   model gemma2" in line and "caps its attention scores, is_within_bound True" in line for line in lines)
@@ -275,8 +280,9 @@ def test_tiers_for_which_there_is_no_time_are_named(
 ) -> None:
     # None was run: that proves nothing.
     assert played(monkeypatch, tmp_path, "--minutes", "0.005", "hangs", "fine") == 1
-    assert capfd.readouterr().out.splitlines()[-2:] == [
-        "left out, because 0.005 minutes are over: hangs, fine", "0 of 2 tiers passed",
+    assert capfd.readouterr().out.splitlines()[-3:] == [
+        "left out, because 0.005 minutes are over: hangs, fine", "they run with: python -m bench.gpu.check hangs fine",
+        "0 of 2 tiers passed",
     ]  # fmt: skip
 
 
@@ -290,6 +296,12 @@ def test_models_that_a_kernel_refuses_are_the_expected_ones(monkeypatch: pytest.
     assert tiers.kernels(Scale.of_this_machine(is_quick=True), []) == (
         "further from float32 on the CPU than they may be: gemma2; refused or taken against expectation: llama, gemma2"
     )
+
+
+def test_a_tier_is_quick_by_its_name_too(capfd: pytest.CaptureFixture[str]) -> None:
+    """So are those that are left when the process of a tier has ended."""
+    assert check.main(["--toy", "--quick", "calibration"]) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == "1 of 1 tiers passed"
 
 
 def test_a_tier_that_nobody_knows_is_refused(capfd: pytest.CaptureFixture[str]) -> None:

@@ -26,12 +26,13 @@ def kept(
     attention: Attention = Attention.SDPA,
     dropout: float = 0.0,
     packed: bool = False,
+    fused: bool = False,
     elements: Elements = PLAIN,
     is_first: bool = False,
     **facts: Any,
 ) -> Activations:
     work = Workload(rows=2, length=8, has_mask=mask, on_gpu=on_gpu)
-    during = TrainingPass(replace(FACTS, **facts), work, elements, attention, dropout, packed)
+    during = TrainingPass(replace(FACTS, **facts), work, elements, attention, dropout, packed, fused)
     return layer_activations(layer, during, is_first=is_first)
 
 
@@ -92,6 +93,19 @@ def test_adapters() -> None:
     # Selective keeps results of products, among them the two that make B @ A of a matrix of ones.
     assert kept(with_magnitudes).products - kept(up).products == 8 * (2 + 16) * 4
     assert kept(with_magnitudes, dropout=0.1).products - kept(up).products == 8 * (2 + 16) * 4 + 16 * 16 * 2
+
+
+def test_adapters_in_the_type_of_the_base() -> None:
+    up = linears(linear("mlp.up_proj", 8, 16, rank=2))
+    # The input as it comes, and the input of B.
+    assert kept(up, fused=True).kept - ATTENTION == 16 * 8 * 2 + 16 * 2 * 2
+    assert kept(up, fused=True, packed=True).kept - ATTENTION == 16 * 8 * 2 + 16 * 2 * 2
+    assert kept(up, fused=True, dropout=0.1).kept - ATTENTION == 16 * 8 * 2 + 16 * 8 + 16 * 2 * 2
+    # Of Selective: attention's result and its sums, the base's result and that of A. The sum is written into the base's; next to
+    # a packed base it has memory of its own.
+    results = 16 * 4 * (2 * 2 + 4) + 16 * 16 * 2 + 16 * 2 * 2
+    assert kept(up, fused=True).products == results
+    assert kept(up, fused=True, packed=True).products == results + 16 * 16 * 2
 
 
 def test_blocks() -> None:

@@ -40,7 +40,7 @@ def chosen(job: JobBuilder, name: str = "Llama-3.1-8B", gib: float | None = 80) 
     [
         # Micro-batch and recomputation of one rank with 24, 48 and 80 GiB; or what makes it fit.
         ("Llama-3.1-8B", "LoRA", {24: (2, "Full"), 48: (2, "None"), 80: (4, "None")}),
-        ("Llama-3.1-8B", "QLoRA", {24: (8, "Full"), 48: (1, "None"), 80: (2, "None")}),
+        ("Llama-3.1-8B", "QLoRA", {24: (1, "None"), 48: (2, "None"), 80: (4, "None")}),
         ("Qwen3-8B", "LoRA", {24: (2, "Full"), 48: (1, "None"), 80: (2, "None")}),
         ("Gemma-2-9B", "LoRA", {24: {"parallelism.nodes": 2}, 48: (1, "Selective"), 80: (1, "None")}),
         (

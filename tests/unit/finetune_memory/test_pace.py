@@ -101,6 +101,10 @@ def test_what_is_bound_by_memory_is_counted_in_bytes() -> None:
     assert seconds(found, "adapters") == pytest.approx(TOKENS * LAYERS * 2 * (6 * inputs + 4 * outputs) / MEMORY)
     assert seconds(found, "logits and loss") == pytest.approx(TOKENS * VOCABULARY * 34 / MEMORY)
     assert seconds(found, "optimizer") == pytest.approx(41_943_040 * 28 / MEMORY)
+    # Next to a packed base the sum has memory of its own: the base's result is read and written once more.
+    assert seconds(paced(job(method={"type": "QLoRA"})), "adapters") == pytest.approx(
+        TOKENS * LAYERS * 2 * (6 * inputs + 6 * outputs) / MEMORY
+    )
     # Half a byte read and two written of each packed value, forward and backward.
     packed = paced(job(method={"type": "QLoRA"}))
     assert seconds(packed, "unpacking") == pytest.approx(2 * 2.5 * LINEAR / MEMORY)

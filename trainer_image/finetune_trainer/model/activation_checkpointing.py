@@ -46,8 +46,8 @@ KEPT_OPERATIONS = frozenset(
     if not overload._schema.is_mutable  # noqa: SLF001 - there is no public name
 )
 """Matrix products and attention, in every form in which torch dispatches them: expensive to compute, and kept."""
-_KEPT_BY_NAME = frozenset({"torch_attn._varlen_attn.default"})
-"""The same of an operation that exists once its module is imported, which takes a GPU."""
+_KEPT_BY_NAME = frozenset({"torch_attn._varlen_attn.default", "bitsandbytes.gemm_4bit.default"})
+"""The same of operations that exist once their modules are imported: attention by bounds, and products with packed weights."""
 
 Operation = OpOverload | HigherOrderOperator
 

@@ -108,6 +108,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     _add_product(of_weight, of_logits.t(), rows[part])
                 if of_bias is not None:
                     of_bias += of_logits.sum(0, dtype=torch.float32)
+                # Or they stay until the next part has its own: on a GPU 2^27 values.
+                del logits, of_logits
         if of_rows is not None:
             whole = torch.zeros_like(flat)
             whole.index_copy_(0, targets.rows, of_rows.to(flat.dtype))

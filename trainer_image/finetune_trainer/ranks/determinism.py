@@ -26,6 +26,14 @@ ENVIRONMENT = {
 """Read once, when the first context or communicator is made. What a profile sets itself stays: it is fixed, too."""
 
 
+def keep_float32() -> None:
+    """Let no product of float32 round its factors to TF32, whatever a variable or a default of torch's says. Any job's rank calls
+    it: whoever sets a type gets that type.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+
+
 def pin_kernels() -> dict[str, str]:
     """Pin them in this process; the variables that then hold. Call before the first CUDA context and before the gang joins.
 
@@ -40,8 +48,6 @@ def pin_kernels() -> dict[str, str]:
     torch.backends.cudnn.benchmark = False
     # Flash attention has a backward pass in one order of sums; cuDNN promises none.
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
-    # No rounding to TF32 that a library's default would decide.
-    torch.set_float32_matmul_precision("highest")
     held = {name: os.environ[name] for name in ENVIRONMENT}
     log.info("deterministic kernels: %s", ", ".join(f"{name}={value}" for name, value in held.items()))
     return held

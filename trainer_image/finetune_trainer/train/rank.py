@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.names import Role
 from finetune_trainer.context import RunContext
-from finetune_trainer.ranks.determinism import pin_kernels
+from finetune_trainer.ranks.determinism import keep_float32, pin_kernels
 from finetune_trainer.ranks.device_test import check_device
 from finetune_trainer.ranks.gang import ENVIRONMENT, joined, launched_rank
 from finetune_trainer.ranks.reports import ECHO_SECONDS, date_echo, write_rank_report
@@ -69,6 +69,7 @@ def run_rank(
     directory = context.workspace.reports(role, context.attempt)
     heartbeat = Heartbeat()
     stop = stop or StopRequest()
+    keep_float32()
     if context.plan.training.deterministic:
         pin_kernels()
     try:

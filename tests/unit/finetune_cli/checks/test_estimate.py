@@ -134,6 +134,34 @@ def test_time_and_cost_of_a_run_follow_from_device_and_price(tmp_path: Path, con
     assert "Time: not calculated, because no peaks of 'V100' are known" in RUNNER.invoke(app, [*options, "--gpu", "V100"]).output
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"method.type": "QLoRA"}, ""),
+        ({"method.type": "LoRA", "method.lora.loraDropout": "0.1"}, ""),
+        ({"method.type": "Full"}, ""),
+        ({"method.type": "DoRA"}, "; of adapters in float32, in which they are held: training.precision: bf16 is faster"),
+        (
+            {"method.lora.initLoraWeights": "pissa"},
+            "; of adapters in float32, in which they are held: training.precision: bf16 is faster",
+        ),
+        ({"method.type": "DoRA", "method.lora.autocastAdapterDtype": False}, ""),
+    ],
+)
+def test_products_of_adapters_in_float32_are_told(tmp_path: Path, config: Path, fields: dict[str, Any], told: str) -> None:
+    job = a_job()
+    for field, value in fields.items():
+        job = job.spec(field, value)
+    (found,) = estimate(yaml.safe_dump(job.document), profile=PRICED, claims=tmp_path, options=EstimateOptions(config))
+    assert found.precision == f"bfloat16 (as the base model is stored){told}"
+    # Of processors it is not known which is faster.
+    (found,) = estimate(yaml.safe_dump(job.document), profile=None, claims=tmp_path, options=EstimateOptions(config))
+    assert found.precision == "bfloat16 (as the base model is stored)"
+    exact = yaml.safe_dump(job.spec("training.precision", "bf16").document)
+    (found,) = estimate(exact, profile=PRICED, claims=tmp_path, options=EstimateOptions(config))
+    assert found.precision == "bfloat16 (spec.training.precision)"
+
+
 FULL = "training.activationCheckpointing"
 TEMPLATE = {"volumeClaimTemplate": {"storage": "10Gi"}}
 EIGHT_BITS = {"method.type": "QLoRA", "method.quantization.bits": 8}

@@ -140,10 +140,13 @@ def test_attention_is_left_to_preflight_on_a_gpu_alone(gpu, given):
     ("changes", "is_fused"),
     [
         ({}, True),
-        ({"method.lora.loraDropout": "0.1"}, False),
+        ({"method.lora.loraDropout": "0.1"}, True),
         ({"method.lora.initLoraWeights": "pissa"}, False),
         ({"method.type": "DoRA"}, False),
-        ({"method.type": "QLoRA"}, False),
+        ({"method.type": "QLoRA"}, True),
+        ({"method.type": "QLoRA", "method.lora.loraDropout": "0.1"}, True),
+        ({"method.type": "QLoRA", "method.quantization": {"bits": 8}}, False),
+        ({"method.type": "QDoRA"}, False),
         # The switch.
         ({"method.lora.peftForward": True}, False),
         # Its factors are units of their own, unless the user says otherwise.
@@ -151,7 +154,7 @@ def test_attention_is_left_to_preflight_on_a_gpu_alone(gpu, given):
         (FSDP1 | {"parallelism.fsdp.peftWrapPolicy": False, "method.lora.autocastAdapterDtype": True}, True),
     ],
 )
-def test_plain_lora_has_a_forward_pass_of_its_own_on_a_gpu_alone(changes, is_fused):
+def test_lora_has_a_forward_pass_of_its_own_on_a_gpu_alone(changes, is_fused):
     spec = FineTuneJobSpec.model_validate(manifest(changes))
     profiles = {gpu: FineTuneProfileSpec.model_validate({"trainerImage": "t", **({"gpu": {}} if gpu else {})}) for gpu in (0, 1)}
     on_gpu, on_cpu = resolve(IDENTITY, spec, profiles[1]), resolve(IDENTITY, spec, profiles[0])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Gemma3nTextConfig
 
@@ -15,7 +16,9 @@ from finetune_job.api.training import ActivationCheckpointing
 from finetune_trainer.model import sharded
 from finetune_trainer.model.activation_checkpointing import checkpoint_activations, selective_checkpoint_contexts
 from finetune_trainer.model.fp8_products import Fp8Linear
+from finetune_trainer.train.step import compute_gradients
 from tests.support.method_settings import SETTINGS
+from tests.support.shapes import SmallRun, plan_of_shape, write_shape
 from tests.support.small_gang import Unchanged
 from tests.support.tiny_model import plan_of, write_tiny_llama
 from tests.unit.finetune_trainer.model.sharded_gang import FULL, TOKENS, computed, spec_of
@@ -129,3 +132,25 @@ def products(base: Path, kind: str) -> int:
     with FlopCounterMode(display=False) as counter:
         trained.module(input_ids=TOKENS, use_cache=False).logits.sum().backward()
     return int(counter.get_total_flops())
+
+
+class _PackedProducts(TorchDispatchMode):
+    """How often bitsandbytes multiplied with a packed weight in a forward pass, or in what repeats one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name() == "bitsandbytes::gemm_4bit"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "times"), [("None", 1), ("Selective", 1), ("Full", 2)])
+def test_products_with_packed_weights_are_kept_like_any_other(tmp_path: Path, kind: str, times: int) -> None:
+    plan = plan_of_shape("llama", is_fast=True, method="QLoRA", activationCheckpointing=kind)
+    run = SmallRun(plan, write_shape(tmp_path, "llama", torch.bfloat16))
+    with _PackedProducts() as seen:
+        compute_gradients(run.inputs, step=0, weight=1.0)
+    # Seven linear layers in each of two layers, of two micro-batches.
+    assert seen.count == 7 * 2 * 2 * times

@@ -131,7 +131,7 @@ def test_no_layer_casts_its_input_or_multiplies_in_float32() -> None:
     ("lora", "units", "count"),
     [
         ({}, (), 14),
-        ({"loraDropout": "0.1"}, (), 0),
+        ({"loraDropout": "0.1"}, (), 14),
         ({"type": "DoRA"}, (), 0),
         ({"initLoraWeights": "pissa"}, (), 0),
         ({}, ("base_model.model.model.layers.0",), 14),

@@ -9,6 +9,7 @@ from torch.nn import functional
 from finetune_memory.loss import MIN_ROWS_PER_PART, VALUES_PER_PART
 from finetune_trainer.objective import cross_entropy
 from finetune_trainer.objective.next_token import targets_of
+from tests.support.memory_tracking import StorageTracker
 from tests.unit.finetune_trainer.train.recorded_steps import distance
 
 CPU = torch.device("cpu")
@@ -52,6 +53,25 @@ def test_parts_give_the_loss_and_the_gradients_of_whole_logits(dtype: torch.dtyp
     with torch.no_grad():
         without = cross_entropy.cross_entropy_of_linear(hidden, weight, bias, targets, dtype)
     assert without.item() == pytest.approx(found.item(), rel=1e-7)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_nothing_of_a_part_stays_while_the_next_is_computed(dtype: torch.dtype, size: int) -> None:
+    """On one H200 the gradient of the part before had been there, of 2^27 logits: 256 MiB above what was planned."""
+    vocabulary = 4096
+    peaks = []
+    for num_parts in (1, 2, 3):
+        num_rows = num_parts * MIN_ROWS_PER_PART
+        hidden = torch.randn(num_rows, 4).to(dtype).requires_grad_()
+        weight = torch.randn(vocabulary, 4).to(dtype)
+        targets = cross_entropy.Targets(torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64), 1.0)
+        with StorageTracker([hidden, weight]) as tracker:
+            cross_entropy.cross_entropy_of_linear(hidden, weight, None, targets, dtype)
+        peaks.append(tracker.peak)
+    # Logits in their own type, and in float32 their log-softmax and the gradients of both; next to nothing for each row.
+    logits = MIN_ROWS_PER_PART * vocabulary
+    assert peaks == pytest.approx([logits * (size + 3 * 4)] * 3, rel=0.01)
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -25,11 +25,13 @@ def unpinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name)
     fill, cudnn = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.deterministic
     fused, precision = torch.backends.cuda.cudnn_sdp_enabled(), torch.get_float32_matmul_precision()
+    rounds = torch.backends.cudnn.allow_tf32
     yield
     torch.use_deterministic_algorithms(mode=False)
     torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.deterministic = fill, cudnn
     torch.backends.cuda.enable_cudnn_sdp(enabled=fused)
     torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = rounds
 
 
 @pytest.mark.parametrize("is_asked_for", [True, False])
@@ -50,6 +52,25 @@ def test_kernels_are_pinned_before_the_gang_joins(tmp_path: Path, monkeypatch: p
     report = rank.run_rank(context, rank=0, world_size=1, local_rank=0, node_rank=0, observe_port=0)
     assert report.outcome is Outcome.FAILED
     assert seen == [(True, False, ":4096:8", "Tree") if is_asked_for else (False, True, None, "Tree")]
+
+
+@pytest.mark.parametrize("is_deterministic", [True, False])
+@pytest.mark.usefixtures("unpinned")
+def test_float32_is_never_rounded_to_tf32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_deterministic: bool) -> None:
+    """As `finetune estimate` says. Images of others ask for it by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, as if a program had."""
+    seen: list[tuple[str, bool]] = []
+
+    def join(*_: Any, **__: Any) -> None:
+        seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(rank, "joined", join)
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    training = {"maxSteps": 1, "globalBatchSize": 2, "deterministic": is_deterministic}
+    context = run_context(tmp_path, tiny_spec(training=training, parallelism={"processesPerNode": 1}))
+    rank.run_rank(context, rank=0, world_size=1, local_rank=0, node_rank=0, observe_port=0)
+    assert seen == [("highest", False)]
 
 
 @pytest.mark.usefixtures("unpinned")

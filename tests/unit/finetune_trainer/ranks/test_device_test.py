@@ -87,6 +87,16 @@ def test_ranks_compare_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
         device_test._sum_over_ranks(gang)
 
 
+@pytest.mark.parametrize("part", ["_products", "_memory", "_sum_over_ranks"])
+def test_every_part_is_asked(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    def wrong(*_: Any) -> float:
+        raise DeviceFaultError(f"wrong {part}")
+
+    monkeypatch.setattr(device_test, part, wrong)
+    with pytest.raises(DeviceFaultError, match=f"wrong {part}"):
+        device_test.check_device(ALONE)
+
+
 @pytest.mark.parametrize(("flops", "share", "said"), [([9.0, 10.0, 11.0], 0.9, ""), ([10.0, 10.0, 4.0, 12.0], 0.4, "rank 2")])
 def test_a_slow_device_is_told_from_those_that_wait_for_it(
     flops: list[float], share: float, said: str, caplog: pytest.LogCaptureFixture

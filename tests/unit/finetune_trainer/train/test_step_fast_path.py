@@ -42,10 +42,10 @@ def without_code_generation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def gradients(
-    base: Path, kind: str, *, is_fast: bool, precision: str, is_compiled: bool = False
+    base: Path, kind: str, *, is_fast: bool, precision: str, is_compiled: bool = False, **method: str
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of a step of two micro-batches."""
-    run = SmallRun(plan_of_shape(kind, is_fast=is_fast, compile=is_compiled, precision=precision), base)
+    run = SmallRun(plan_of_shape(kind, is_fast=is_fast, compile=is_compiled, precision=precision, **method), base)
     assert variable_length.is_installed(run.model) is (is_fast and kind in FIT_FOR_VARLEN)
     losses = compute_gradients(run.inputs, step=0, weight=1 / 64).losses
     found = {name: each.grad.float() for name, each in run.model.named_parameters() if each.grad is not None}
@@ -76,6 +76,47 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_the_reference(tmp_path: Path, k
     assert found.keys() == exact.keys()
     for name, gradient in found.items():
         assert distance(gradient, exact[name]) <= 1.5 * distance(narrow[name], exact[name]) + ROUNDING / 2, name
+
+
+OTHERS = pytest.mark.parametrize(
+    "method", [{"dropout": "0.25"}, {"method": "QLoRA"}, {"method": "QLoRA", "dropout": "0.25"}], ids=str
+)
+"""LoRA with dropout, which draws the same numbers either way, and on a base of 4 bits."""
+
+
+@OTHERS
+def test_so_it_does_with_dropout_and_on_a_packed_base(tmp_path: Path, method: dict[str, str]) -> None:
+    base = write_shape(tmp_path, "llama")
+    loss, wanted = gradients(base, "llama", is_fast=False, precision="fp32", **method)
+    fast_loss, found = gradients(base, "llama", is_fast=True, precision="fp32", is_compiled=True, **method)
+    assert fast_loss == pytest.approx(loss, rel=1e-6)
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        assert distance(gradient, wanted[name]) <= 1e-6, name
+
+
+@OTHERS
+def test_in_bfloat16_too(tmp_path: Path, method: dict[str, str]) -> None:
+    base = write_shape(tmp_path, "llama", torch.bfloat16)
+    exact_loss, exact = gradients(base, "llama", is_fast=False, precision="fp32", **method)
+    loss, narrow = gradients(base, "llama", is_fast=False, precision="bf16", **method)
+    fast_loss, found = gradients(base, "llama", is_fast=True, precision="bf16", **method)
+    assert fast_loss == pytest.approx(exact_loss, rel=max(ROUNDING, 1.5 * abs(loss / exact_loss - 1)))
+    for name, gradient in found.items():
+        assert distance(gradient, exact[name]) <= 1.5 * distance(narrow[name], exact[name]) + ROUNDING / 2, name
+
+
+@OTHERS
+@pytest.mark.parametrize("again", ["Selective", "Full"])
+def test_what_is_computed_again_has_the_same_bits(tmp_path: Path, method: dict[str, str], again: str) -> None:
+    base = write_shape(tmp_path, "llama", torch.bfloat16)
+    found = []
+    for kind in ("None", again):
+        run = SmallRun(plan_of_shape("llama", is_fast=True, activationCheckpointing=kind, **method), base)
+        compute_gradients(run.inputs, step=0, weight=1 / 64)
+        found.append({name: each.grad for name, each in run.model.named_parameters() if each.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
 
 
 def test_gemma_2_takes_a_mask_because_attention_by_bounds_is_refused(tmp_path: Path) -> None:

@@ -130,6 +130,13 @@ def test_a_step_waits_for_the_device_once(waits_of: Callable[..., list[str]], ki
     assert waits_of(plan_of_shape(kind, is_fast=True), kind) == ["optimizer_step"]
 
 
+@pytest.mark.parametrize(
+    "settings", [{"method": "QLoRA"}, {"method": "DoRA"}, {"method": "Full"}, {"dropout": "0.1"}, {"fp8": True}], ids=str
+)
+def test_so_does_a_step_of_other_methods(waits_of: Callable[..., list[str]], settings: dict[str, Any]) -> None:
+    assert waits_of(plan_of_shape("llama", is_fast=True, **{"precision": "bf16", **settings})) == ["optimizer_step"]
+
+
 def test_a_loop_over_experts_would_wait_in_each_layer(
     waits_of: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

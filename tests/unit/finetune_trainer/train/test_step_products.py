@@ -63,6 +63,15 @@ def test_lora_has_no_float32_product(tmp_path: Path, kind: str, updates: int) ->
     assert found.narrow["_grouped_mm"] == (24 if kind == "mixtral" else 0)
 
 
+@pytest.mark.parametrize("method", [{}, {"dropout": "0.1"}, {"method": "QLoRA"}, {"method": "QLoRA", "dropout": "0.1"}], ids=str)
+def test_nor_has_it_where_the_precision_is_left_open(tmp_path: Path, method: dict[str, str]) -> None:
+    """PEFT's own layers would multiply in float32, in which adapters are held."""
+    found = products(tmp_path, "llama", **method)
+    assert not found.wide
+    # Forward, of each adapter its two products, and the base's; of a packed base inside its own function.
+    assert found.narrow["addmm"] == 28
+
+
 @pytest.mark.parametrize(
     ("kind", "wide"),
     [
