@@ -1,7 +1,8 @@
 """Several computations that need the same weights go through them together: each unit is loaded once for all of them.
 
-Each is a function in a thread of its own that says through `enter` what it needs next. Only one thread runs at a time, and gives
-way only in `enter`, so that nothing a function does has to be safe among threads. Knows nothing of models.
+Each is a function in a thread of its own that says through `enter` what it needs next, and gives way only there. Functions of one
+group never run at the same time, so that they may share what is not safe among threads; groups run beside each other. Knows
+nothing of models.
 
 A plain loop over units would have to know how each architecture hands on what a layer gives: only the library's forward pass
 does, and nothing but a thread lets one be stopped in the middle while another one runs.
@@ -10,15 +11,20 @@ does, and nothing but a thread lets one be stopped in the middle while another o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 Unit = TypeVar("Unit", bound=Hashable)
 
 
 class CooperativeThreads(Generic[Unit]):
-    """Runs functions to their ends. load: called before one needs a unit. release: before another is loaded, and at the end."""
+    """Runs functions to their ends. load: called before one needs a unit. release: before another is loaded, and at the end.
+
+    Neither is called while a function runs.
+    """
 
     def __init__(self, load: Callable[[Unit], None], release: Callable[[Unit], None]) -> None:
         self._load, self._release = load, release
@@ -28,13 +34,17 @@ class CooperativeThreads(Generic[Unit]):
         """Wait until `unit` is loaded and it is this thread's turn. What was entered before must not be used any more."""
         self._here.thread.enter(unit)
 
-    def run(self, functions: Sequence[Callable[[], None]]) -> None:
+    def run(self, groups: Sequence[Sequence[Callable[[], None]]]) -> None:
         """Run every function in a thread. Raises what the first one that fails raises, after the others have been ended."""
-        threads: list[_CooperativeThread[Unit]] = [_CooperativeThread(function, self._here) for function in functions]
+        gave_way: SimpleQueue[_CooperativeThread[Unit]] = SimpleQueue()
+        threads: list[_CooperativeThread[Unit]] = [
+            _CooperativeThread(function, number, gave_way, self._here)
+            for number, group in enumerate(groups)
+            for function in group
+        ]
         loaded: list[Unit] = []
         try:
-            for thread in threads:
-                thread.proceed()
+            _let_run(threads, gave_way)
             while waiting := [thread for thread in threads if thread.is_waiting]:
                 ready = [thread for thread in waiting if loaded and thread.wanted == loaded[0]]
                 if not ready:
@@ -45,13 +55,31 @@ class CooperativeThreads(Generic[Unit]):
                     loaded.append(wanted)
                     self._load(wanted)
                     continue
-                for thread in ready:
-                    thread.proceed()
+                _let_run(ready, gave_way)
         finally:
             for thread in threads:
                 thread.end()
             while loaded:
                 self._release(loaded.pop())
+
+
+def _let_run(threads: Iterable[_CooperativeThread[Unit]], gave_way: SimpleQueue[_CooperativeThread[Unit]]) -> None:
+    """Let each run until it gives way or ends, those of one group one after another. Raises what the first that fails raises."""
+    turns: dict[int, deque[_CooperativeThread[Unit]]] = {}
+    for thread in threads:
+        turns.setdefault(thread.group, deque()).append(thread)
+    for group in turns.values():
+        group[0].proceed()
+    while turns:
+        done = gave_way.get()
+        if done.error is not None:
+            raise done.error
+        group = turns[done.group]
+        group.popleft()
+        if group:
+            group[0].proceed()
+        else:
+            del turns[done.group]
 
 
 class _Cancelled(BaseException):
@@ -61,22 +89,27 @@ class _Cancelled(BaseException):
 class _CooperativeThread(Generic[Unit]):
     wanted: Unit
 
-    def __init__(self, function: Callable[[], None], here: threading.local) -> None:
-        self._function, self._here = function, here
-        self._turn, self._gave_way = threading.Semaphore(0), threading.Semaphore(0)
-        self._error: BaseException | None = None
+    def __init__(
+        self,
+        function: Callable[[], None],
+        group: int,
+        gave_way: SimpleQueue[_CooperativeThread[Unit]],
+        here: threading.local,
+    ) -> None:
+        """gave_way: is told of this thread each time that it gives way, and at its end."""
+        self._function, self._gave_way, self._here = function, gave_way, here
+        self._turn = threading.Semaphore(0)
         self._is_ending = False
+        self.group = group
+        self.error: BaseException | None = None
         self.is_waiting, self.num_entered = False, 0
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def proceed(self) -> None:
-        """Let the thread run until it gives way or ends. Raises what it raises."""
+        """Let the thread run until it gives way or ends."""
         self.is_waiting = False
         self._turn.release()
-        self._gave_way.acquire()
-        if self._error is not None:
-            raise self._error
 
     def end(self) -> None:
         """Unwind the thread wherever it is."""
@@ -87,7 +120,7 @@ class _CooperativeThread(Generic[Unit]):
     def enter(self, unit: Unit) -> None:
         self.wanted, self.is_waiting = unit, True
         self.num_entered += 1
-        self._gave_way.release()
+        self._gave_way.put(self)
         self._turn.acquire()
         if self._is_ending:
             raise _Cancelled
@@ -100,6 +133,6 @@ class _CooperativeThread(Generic[Unit]):
                 with suppress(_Cancelled):
                     self._function()
         except BaseException as error:  # noqa: BLE001 - handed to the thread that called run()
-            self._error = error
+            self.error = error
         finally:
-            self._gave_way.release()
+            self._gave_way.put(self)

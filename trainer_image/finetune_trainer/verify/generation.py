@@ -115,10 +115,13 @@ def _answers(
         given[key] = tokens
         streamed.expect(token for each in given.values() for token in each)
 
+    # One group: what is looked up is told by each of them for all.
     streamed.run(
         [
-            partial(_continue, skeletons[label], asked, number, answers[label][number], partial(look_up, (label, number)))
-            for label, number in given
+            [
+                partial(_continue, skeletons[label], asked, number, answers[label][number], partial(look_up, (label, number)))
+                for label, number in given
+            ]
         ]
     )
     return answers

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -21,8 +21,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune_trainer.merge.changes import Quantization
+from finetune_trainer.processes.torch_threads import one_thread_for_each_operation
 from finetune_trainer.verify.figures import LogitsFile, PromptFigures, figures_of_prompts, figures_together
 from finetune_trainer.verify.gate import LogitFigures
+from finetune_trainer.verify.logits_of_each import LogitModels, logits_of_each
 from finetune_trainer.verify.skeleton import (
     HOST,
     MergedWeights,
@@ -34,7 +36,6 @@ from finetune_trainer.verify.skeleton import (
 )
 from finetune_trainer.verify.stored_weights import StoredWeights, return_freed_memory
 from finetune_trainer.verify.streaming import (
-    NotStreamableError,
     Prompt,
     StreamedModels,
     UnverifiableModelError,
@@ -71,15 +72,6 @@ class Reference:
     device: torch.device = HOST
 
 
-class LogitModels(Protocol):
-    """What gives logits of one or more models."""
-
-    dtype: torch.dtype
-
-    def logits(self, prompts: Sequence[Prompt], directory: Path) -> dict[str, list[Path]]:
-        """By model, a file for each prompt; see streaming.py."""
-
-
 def compare_logits(
     references: Sequence[Reference], merged: Path, prompts: Sequence[Sequence[int]], scratch: Path
 ) -> list[LogitFigures]:
@@ -98,15 +90,13 @@ def compare_logits(
     figures: list[list[PromptFigures]] = [[] for _ in references]
     with tempfile.TemporaryDirectory(prefix="verify-", dir=scratch) as name:
         directory = Path(name)
-        models = [_models_of(reference, (BASE, ADAPTED), directory) for reference in references]
         merged_alone = Reference(merged, (), allow_remote_code=allow_remote_code, device=references[0].device)
-        result = _models_of(merged_alone, (MERGED,), directory)
+        with one_thread_for_each_operation():  # what is built is in small pieces
+            models = [_models_of(reference, (BASE, ADAPTED), directory) for reference in references]
+            result = _models_of(merged_alone, (MERGED,), directory)
         for wave in _waves(chosen):
-            expected = []
-            for number, model in enumerate(models):
-                (directory / str(number)).mkdir(exist_ok=True)
-                expected.append(model.logits(wave, directory / str(number)))
-            found = result.logits(wave, directory)[MERGED]
+            *expected, of_merged = logits_of_each([*models, result], wave, directory)
+            found = of_merged[MERGED]
             for number, model in enumerate(models):
                 of_prompts = [
                     (
@@ -187,23 +177,28 @@ class _StreamedOrWholeModels:
             for group in groups
         ]
 
+    @property
+    def is_whole(self) -> bool:
+        return self._whole is not None
+
     def logits(self, prompts: Sequence[Prompt], directory: Path) -> dict[str, list[Path]]:
-        while self._whole is None:
-            try:
-                return {label: files for each in self._streamed for label, files in each.logits(prompts, directory).items()}
-            # torch refuses some of what is done to a weight that is not there.
-            except (NotStreamableError, RuntimeError) as error:
-                self._streamed = []
-                if self._device != HOST:
-                    log.warning("%s: compared on the CPU, because on %s: %s", self._reference.base, self._device, error)
-                    self._device = HOST
-                    self._streamed = self._made()
-                elif self._by_layer:
-                    self._whole = _WholeModels(self._reference, self._labels, str(error))
-                else:
-                    self._by_layer = True
-                    self._streamed = self._made()
-        return self._whole.logits(prompts, directory)
+        if self._whole is not None:
+            return self._whole.logits(prompts, directory)
+        return {label: files for each in self._streamed for label, files in each.logits(prompts, directory).items()}
+
+    def fall_back(self, error: Exception) -> None:
+        if self._whole is not None:
+            raise error
+        self._streamed = []
+        if self._device != HOST:
+            log.warning("%s: compared on the CPU, because on %s: %s", self._reference.base, self._device, error)
+            self._device = HOST
+            self._streamed = self._made()
+        elif self._by_layer:
+            self._whole = _WholeModels(self._reference, self._labels, str(error))
+        else:
+            self._by_layer = True
+            self._streamed = self._made()
 
 
 def require_whole(base: Path, num_bytes: int, reason: str) -> None:
@@ -217,6 +212,8 @@ def require_whole(base: Path, num_bytes: int, reason: str) -> None:
 
 class _WholeModels:
     """Models of which one at a time is loaded whole for each wave."""
+
+    is_whole = True
 
     def __init__(self, reference: Reference, labels: Sequence[str], reason: str) -> None:
         self._reference, self._labels = reference, labels
@@ -248,6 +245,9 @@ class _WholeModels:
                 for number, logits in zip(batch, found, strict=True):
                     write_logits(logits, files[label][number])
         return files
+
+    def fall_back(self, error: Exception) -> None:
+        raise error
 
 
 def _with_adapters(model: nn.Module, adapters: Sequence[Path]) -> nn.Module:

@@ -7,7 +7,6 @@ adapter and the activations between two units.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,18 +16,16 @@ from typing import Any
 
 import torch
 from peft.tuners.lora.layer import Embedding as LoraEmbedding
-from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from finetune_trainer.verify.cooperative_threads import CooperativeThreads
+from finetune_trainer.verify.head_in_blocks import HeadInBlocks, blocked_head, inner, stored_bytes
 from finetune_trainer.verify.skeleton import HOST, ParameterSlot, SkeletonModel, WeightSource, offload
 from finetune_trainer.weights.errors import MergeError
 
-HEAD_BLOCK_BYTES = 64 << 20
-"""Of an output head that are in memory at a time."""
 MAX_BATCH_POSITIONS = 512
 """Of prompts that go through a model together, as many as one long prompt may have: a batch's logits are in memory at once.
 Products rearrange all weights for each batch, so few large ones take less time."""
@@ -45,11 +42,11 @@ class UnverifiableModelError(MergeError):
 
 @dataclass(frozen=True)
 class LoadUnit:
-    """What is loaded at a time: parameters by their paths; of embeddings needed rows only, of a head one block."""
+    """What is loaded at a time: parameters by their paths; of embeddings needed rows only, of a head a block of rows."""
 
     paths: tuple[str, ...]
     needs_rows: bool = False
-    block: int | None = None
+    block: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,8 +90,8 @@ class StreamedModels:
         self._weights, self._models, self._scratch, self._by_layer = weights, models, scratch, by_layer
         self._slots: dict[LoadUnit, list[ParameterSlot]] = {}
         self._ids: frozenset[int] = frozenset()
-        self._block: torch.Tensor | None = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._heads: dict[str, ParameterSlot] = {}
+        self._block = self._memory = torch.empty(0, dtype=torch.uint8)
         self._threads: CooperativeThreads[LoadUnit] = CooperativeThreads(self._load, self._release)
         for model in models.values():
             self._attach(model)
@@ -107,9 +104,11 @@ class StreamedModels:
         files = {label: [directory / f"{label}-{number}" for number in range(len(prompts))] for label in self._models}
         self.run(
             [
-                partial(self._write, skeleton, [prompts[number] for number in batch], [files[label][number] for number in batch])
+                [
+                    partial(self._write, skeleton, [prompts[each] for each in batch], [files[label][each] for each in batch])
+                    for batch in batches(prompts)
+                ]
                 for label, skeleton in self._models.items()
-                for batch in batches(prompts)
             ]
         )
         return files
@@ -118,9 +117,11 @@ class StreamedModels:
         """What is looked up next, by all functions together."""
         self._ids = frozenset(tokens)
 
-    def run(self, functions: Sequence[Callable[[], None]]) -> None:
-        """Runs functions that call the models; weights come and go with what they need. Raises what they raise."""
-        self._threads.run(functions)
+    def run(self, groups: Sequence[Sequence[Callable[[], None]]]) -> None:
+        """Runs functions that call the models, those of one model in one group (cooperative_threads.py); weights come and go with
+        what they need. Raises what they raise.
+        """
+        self._threads.run(groups)
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _write(self, skeleton: SkeletonModel, prompts: Sequence[Prompt], files: Sequence[Path]) -> None:
@@ -132,12 +133,14 @@ class StreamedModels:
         by_module: dict[int, list[ParameterSlot]] = {}
         for slot in skeleton.slots:
             by_module.setdefault(id(slot.module), []).append(slot)
-        head = _blocked_head(skeleton, by_module)
+        head = blocked_head(skeleton, by_module)
         if head is not None:
             of_head = {slot.name: slot for slot in by_module.pop(id(head))}
             stored = of_head.get("bias")
             bias = head.bias if stored is None else self._weights.whole(stored.path, stored.dtype).to(stored.device)
-            head.forward = _HeadInBlocks(self, head, of_head["weight"], bias).forward  # type: ignore[method-assign, assignment]
+            weight = self._heads[of_head["weight"].path] = of_head["weight"]
+            in_blocks = HeadInBlocks(head, weight, bias, partial(self._head_block, weight.path), self._scratch)
+            head.forward = in_blocks.forward  # type: ignore[method-assign, assignment]
         for module, slots in _units(skeleton.model, by_module, _layers(skeleton.model) if self._by_layer else frozenset()):
             unit = LoadUnit(tuple(slot.path for slot in slots))
             if (
@@ -146,7 +149,7 @@ class StreamedModels:
                 and self._weights.is_one_tensor(unit.paths[0])
             ):
                 unit = LoadUnit(unit.paths, needs_rows=True)
-                _inner(module).register_forward_pre_hook(self._check_ids)
+                inner(module).register_forward_pre_hook(self._check_ids)
             self._slots.setdefault(unit, []).extend(slots)
             module.register_forward_pre_hook(lambda _module, _arguments, unit=unit: self._threads.enter(unit))
 
@@ -157,6 +160,8 @@ class StreamedModels:
     def _load(self, unit: LoadUnit) -> None:
         if unit.block is not None:
             self._memory = torch.empty(0, dtype=torch.uint8)
+            head = self._heads[unit.paths[0]]
+            self._block = self._weights.rows(head.path, *unit.block, head.dtype).to(head.device)
             return
         values: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         slots = self._slots[unit]
@@ -194,49 +199,14 @@ class StreamedModels:
         }
 
     def _release(self, unit: LoadUnit) -> None:
-        self._block = None
+        self._block = torch.empty(0)
         for slot in self._slots.get(unit, ()):
             offload(slot)
 
-    def head_block(self, slot: ParameterSlot, number: int, first: int, last: int) -> torch.Tensor:
-        """Rows of an output head, once it is this thread's turn; for use before the next `enter` only."""
-        self._threads.enter(LoadUnit((slot.path,), block=number))
-        if self._block is None:
-            self._block = self._weights.rows(slot.path, first, last, slot.dtype).to(slot.device)
+    def _head_block(self, path: str, first: int, last: int) -> torch.Tensor:
+        """Rows of an output head, once they are there; for use before the next `enter` only."""
+        self._threads.enter(LoadUnit((path,), block=(first, last)))
         return self._block
-
-    @property
-    def scratch(self) -> Path:
-        return self._scratch
-
-
-class _HeadInBlocks:
-    """Replaces the forward of a linear layer."""
-
-    def __init__(self, models: StreamedModels, head: nn.Linear, slot: ParameterSlot, bias: torch.Tensor | None) -> None:
-        self._models, self._slot = models, slot
-        self._shape = head.out_features, head.in_features
-        self._bias = bias
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: (..., in) -> (..., out)."""
-        num_out, num_in = self._shape
-        step = max(1, HEAD_BLOCK_BYTES // (num_in * self._slot.dtype.itemsize))
-        bounds = [(first, min(first + step, num_out)) for first in range(0, num_out, step)]
-        with tempfile.TemporaryFile(dir=self._models.scratch) as file:
-            for number, (first, last) in enumerate(bounds):
-                weight = self._models.head_block(self._slot, number, first, last)
-                bias = None if self._bias is None else self._bias[first:last]
-                part = nn.functional.linear(hidden, weight, bias)
-                file.write(_bytes(part.to(HOST)))
-                del weight, part
-            file.seek(0)
-            out = torch.empty((*hidden.shape[:-1], num_out), dtype=hidden.dtype)
-            for first, last in bounds:
-                size = out[..., first:last].numel() * out.dtype.itemsize
-                stored = torch.frombuffer(bytearray(file.read(size)), dtype=out.dtype)
-                out[..., first:last].copy_(stored.view(*hidden.shape[:-1], last - first))
-        return out.to(hidden.device)
 
 
 def complete(logits: torch.Tensor) -> torch.Tensor:
@@ -248,7 +218,7 @@ def complete(logits: torch.Tensor) -> torch.Tensor:
 
 def write_logits(logits: torch.Tensor, path: Path) -> None:
     """Row after row, in their own dtype."""
-    path.write_bytes(_bytes(logits))
+    path.write_bytes(stored_bytes(logits))
 
 
 def logits_of(model: nn.Module, prompts: Sequence[Prompt], dtype: torch.dtype, device: torch.device = HOST) -> list[torch.Tensor]:
@@ -270,10 +240,6 @@ def _filled_up(rows: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor([[*row, *([row[-1]] * (length - len(row)))] for row in rows])
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-
-
 def _layers(model: nn.Module) -> frozenset[int]:
     """Members of lists of modules."""
     return frozenset(id(layer) for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module)
@@ -292,30 +258,9 @@ def _units(
         yield from _units(child, by_module, layers)
 
 
-def _inner(module: nn.Module) -> nn.Module:
-    if not isinstance(module, BaseTunerLayer):
-        return module
-    inner: nn.Module = module.get_base_layer()
-    return inner
-
-
 def _looks_rows_up(unit: nn.Module) -> bool:
     """Whether nothing but rows of an embedding is used. DoRA takes norms over all of it, trained tokens go into a copy of it."""
     if type(unit) is not LoraEmbedding:
         return isinstance(unit, nn.Embedding)
     layer: Any = unit
     return not any(layer.use_dora.values())
-
-
-def _blocked_head(skeleton: SkeletonModel, by_module: Mapping[int, list[ParameterSlot]]) -> nn.Linear | None:
-    """The output head if it is a large linear layer of which only the product is used."""
-    unit = skeleton.base.get_output_embeddings()
-    head = _inner(unit) if unit is not None else None
-    if type(head) is not nn.Linear or id(head) not in by_module:
-        return None
-    if unit is not head and (type(unit) is not LoraLinear or any(unit.use_dora.values())):
-        return None
-    slot = next((slot for slot in by_module[id(head)] if slot.name == "weight"), None)
-    if slot is None or head.weight.numel() * slot.dtype.itemsize <= HEAD_BLOCK_BYTES:
-        return None
-    return head

@@ -26,7 +26,7 @@ from finetune_trainer.merge import stream
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.inputs import num_tokens
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
-from finetune_trainer.verify import logits, streaming, tensors
+from finetune_trainer.verify import head_in_blocks, logits, tensors
 from finetune_trainer.verify.gate import GATES, VerificationGate, gate_failures
 from finetune_trainer.verify.logits import Reference, compare_logits
 from finetune_trainer.verify.prompts import default_prompts
@@ -435,7 +435,7 @@ def test_models_are_compared_at_the_new_size_however_they_are_loaded(
     output = merge(base, adapter)
     found = compare_logits([Reference(base, [adapter])], output, PROMPTS, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(streaming, "HEAD_BLOCK_BYTES", 10_000)  # the border of two blocks is none of old and new rows
+        patch.setattr(head_in_blocks, "HEAD_BLOCK_BYTES", 10_000)  # the border of two blocks is none of old and new rows
         found += compare_logits([Reference(base, [adapter])], output, PROMPTS, tmp_path)
     monkeypatch.setattr(logits, "needs_base_weights", lambda _: True)
     found += compare_logits([Reference(base, [adapter])], output, PROMPTS, tmp_path)

@@ -31,8 +31,8 @@ from transformers import (
 from bench.merge import model as bench_model
 from finetune_job.api.method import MethodType
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
+from finetune_trainer.verify import head_in_blocks, streaming
 from finetune_trainer.verify import logits as logits_module
-from finetune_trainer.verify import streaming
 from finetune_trainer.verify.logits import (
     ADAPTED,
     BASE,
@@ -44,6 +44,7 @@ from finetune_trainer.verify.logits import (
     _WholeModels,
     compare_logits,
 )
+from finetune_trainer.verify.logits_of_each import logits_of_each
 from finetune_trainer.verify.skeleton import ADAPTER_FROM_BASE_WEIGHTS
 from finetune_trainer.verify.stored_weights import StoredWeights
 from finetune_trainer.verify.streaming import NotStreamableError, Prompt, UnverifiableModelError, batches
@@ -171,7 +172,7 @@ def both_ways(
             if kind == "streamed"
             else _WholeModels(reference, (BASE, ADAPTED), "for comparison")
         )
-        files = models.logits(given, directory / kind)
+        (files,) = logits_of_each([models], given, directory / kind)
         found.append([path.read_bytes() for label in (BASE, ADAPTED) for path in files[label]])
         assert getattr(models, "_whole", None) is None
     assert found[0][: len(prompts)] != found[0][len(prompts) :]  # the adapter does something
@@ -200,7 +201,7 @@ def test_methods_outside_loras_family_have_the_bits_of_whole_models(kind: str, b
 
 @pytest.mark.parametrize("case", ["llama", "llama adapted head", "qwen2 tied with biases", "t5"])
 def test_a_large_head_goes_through_in_blocks(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "HEAD_BLOCK_BYTES", 100 * 96 * 2)
+    monkeypatch.setattr(head_in_blocks, "HEAD_BLOCK_BYTES", 100 * 96 * 2)
     read: list[tuple[int, int]] = []
     original = StoredWeights.rows
 
@@ -245,12 +246,12 @@ def test_a_model_that_cannot_be_streamed_is_loaded_whole_or_refused(tmp_path: Pa
         {tiny.LlamaConfig: BorrowsWeights},
     )
     models = _models_of(reference, (BASE, ADAPTED), tmp_path)
-    files = models.logits([Prompt((1, 2, 3))], tmp_path)
+    (files,) = logits_of_each([models], [Prompt((1, 2, 3))], tmp_path)
     assert isinstance(models._whole, _WholeModels)  # type: ignore[attr-defined]
     assert files[ADAPTED][0].stat().st_size == 3 * 320 * 2
     monkeypatch.setattr(logits_module, "MAX_WHOLE_BYTES", 1000)
     with pytest.raises(UnverifiableModelError, match="cannot be verified layer by layer"):
-        _models_of(reference, (BASE, ADAPTED), tmp_path).logits([Prompt((1, 2, 3))], tmp_path)
+        logits_of_each([_models_of(reference, (BASE, ADAPTED), tmp_path)], [Prompt((1, 2, 3))], tmp_path)
 
 
 def test_methods_made_from_the_bases_weights_are_known() -> None:
@@ -325,7 +326,7 @@ def test_a_device_computes_all_of_it_or_the_cpu_does(
 ) -> None:
     """On a device without values every operation runs and none meets a tensor of the CPU, until a result is wanted."""
     if has_blocked_head:
-        monkeypatch.setattr(streaming, "HEAD_BLOCK_BYTES", 1 << 12)
+        monkeypatch.setattr(head_in_blocks, "HEAD_BLOCK_BYTES", 1 << 12)
     # Both would have to read values.
     monkeypatch.setattr(streaming.StreamedModels, "_check_ids", lambda *_: None)
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda _positions: None)

@@ -1,0 +1,72 @@
+"""Which models go through beside each other, and what happens when one turns out to need another way.
+
+In: what gives logits, and prompts. Out: their files. Knows nothing of weights. Called by logits.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from finetune_trainer.processes.torch_threads import one_thread_for_each_operation
+from finetune_trainer.verify.streaming import NotStreamableError, Prompt
+
+STREAMED_AT_A_TIME = 2
+"""References and merged model, for instance: while weights of one are read, the others compute."""
+COMPUTING_AT_A_TIME = 3
+"""Base, base + adapters and merged model. Each of them has its share of the processors: many small operations in few threads take
+less time than one after another in all threads."""
+
+
+class LogitModels(Protocol):
+    """What gives logits of one or more models."""
+
+    dtype: torch.dtype
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `logits` loads whole models, which it must do alone: for the memory, and because the library has settings for
+        all threads meanwhile.
+        """
+
+    def logits(self, prompts: Sequence[Prompt], directory: Path) -> dict[str, list[Path]]:
+        """By model, a file for each prompt; see streaming.py. What it raises, `fall_back` may have an answer to."""
+
+    def fall_back(self, error: Exception) -> None:
+        """After `logits` has raised: prepare another way. Nothing may compute meanwhile. Raises `error` if there is none."""
+
+
+def logits_of_each(models: Sequence[LogitModels], prompts: Sequence[Prompt], directory: Path) -> list[dict[str, list[Path]]]:
+    """What each of `models` answers, in directories of its own below `directory`. Raises what none of them can fall back from.
+
+    Some go through beside each other. Forward passes of models of one class have always had to bear that (nn.DataParallel); to
+    build models has not, so nothing is built meanwhile.
+    """
+    answers: dict[int, dict[str, list[Path]]] = {}
+    while missing := [number for number in range(len(models)) if number not in answers]:
+        at_a_time = 1 if any(model.is_whole for model in models) else STREAMED_AT_A_TIME
+        with _processors_shared(COMPUTING_AT_A_TIME if at_a_time > 1 else 1), ThreadPoolExecutor(at_a_time) as pool:
+            running: dict[int, Future[dict[str, list[Path]]]] = {}
+            for number in missing:
+                (directory / str(number)).mkdir(exist_ok=True)
+                running[number] = pool.submit(models[number].logits, prompts, directory / str(number))
+        for number, future in running.items():
+            try:
+                answers[number] = future.result()
+            # torch refuses some of what is done to a weight that is not there.
+            except (NotStreamableError, RuntimeError) as error:
+                models[number].fall_back(error)
+    return [answers[number] for number in range(len(models))]
+
+
+@contextmanager
+def _processors_shared(num_computing: int) -> Iterator[None]:
+    """Until the end of the block operations of threads that are started have a share of the processors each, rounded up."""
+    with one_thread_for_each_operation() as num_threads:
+        torch.set_num_threads(-(-num_threads // num_computing))
+        yield
