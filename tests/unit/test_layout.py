@@ -30,6 +30,7 @@ COVERED_BY = {
     "finetune_job/rules/*": "finetune_job/rules/test_book_verdicts.py",
     # Modules whose test has another name.
     "finetune_job/plan/digest.py": "finetune_job/plan/test_launch_plan_of_other_releases.py",
+    "finetune_trainer/verify/head_in_blocks.py": "finetune_trainer/verify/test_streaming.py",
     "finetune_trainer/added_tokens.py": "finetune_trainer/preflight/test_added_tokens.py",
     "finetune_cli/answers.py": "finetune_cli/commands/test_cluster_jobs.py",
     "finetune_cli/app.py": "finetune_cli/checks/test_estimate.py",
@@ -136,7 +137,6 @@ COVERED_BY = {
     "finetune_trainer/report/document.py": "finetune_trainer/report/test_page.py",
     "finetune_trainer/report/summary.py": "finetune_trainer/report/test_page.py",
     "finetune_trainer/verify/exact.py": "finetune_trainer/verify/test_verification.py",
-    "finetune_trainer/verify/logits.py": "finetune_trainer/verify/test_streaming.py",
     "finetune_trainer/verify/tensors.py": "finetune_trainer/verify/test_verification.py",
     "finetune_trainer/weights/errors.py": "finetune_trainer/merge/test_non_lora.py",
 }
