@@ -18,7 +18,7 @@ from finetune_job.finding import Finding
 from finetune_job.method_settings import TARGETS, TRAINED_ROWS_SETTING
 from finetune_job.plan.run_plan import AddedTokenPlan, LoraPlan, RunPlan
 from finetune_trainer.errors import ModelError
-from finetune_trainer.files import read_own
+from finetune_trainer.files import read_own, remove_tree
 
 FIELD = "spec.model.addedTokens"
 MOST_RECORD_BYTES = 1 << 20
@@ -29,8 +29,6 @@ class AddedTokens(BaseModel):
     """A base model with added tokens, which is complete once this is there."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    base_digest: str
-    """Of the model's files as the job names them."""
     tokens: tuple[AddedTokenPlan, ...]
     ids: tuple[int, ...]
     """In the order of `tokens`."""
@@ -55,7 +53,6 @@ class BaseOrder(BaseModel):
     base: Path
     root: Path
     """Below which links of the base may lead."""
-    base_digest: str
     tokens: tuple[AddedTokenPlan, ...]
     allow_remote_code: bool
     trains_adapter: bool
@@ -82,6 +79,12 @@ def read_added_tokens(path: Path) -> AddedTokens | None:
             f"{path}: is not what preflight writes about {FIELD} ({error.error_count()} problems)",
             "start a new job, and let nothing else write to its workspace",
         ) from error
+
+
+def remove_made(record: Path, target: Path) -> None:
+    """Remove what has these names: the record first, without which the model is not complete. Raises OSError."""
+    remove_tree(record)
+    remove_tree(target)
 
 
 def known_token(tokens: Sequence[AddedTokenPlan], vocabulary: Mapping[str, int]) -> Finding | None:

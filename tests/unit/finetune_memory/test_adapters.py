@@ -67,7 +67,6 @@ def test_rows_of_added_tokens(name: str, lora: dict[str, Any]) -> None:
     rows = (known, known + 1, known + 2)
     is_tied = bool(config.get("tie_word_embeddings"))
     added = AddedTokens(
-        base_digest="",
         tokens=plan.model.added_tokens,
         ids=rows,
         num_rows=known + 3,

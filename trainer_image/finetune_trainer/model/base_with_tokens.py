@@ -21,14 +21,13 @@ from pydantic import TypeAdapter
 
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
-from finetune_trainer.added_tokens import FIELD, AddedTokens, BaseOrder, known_token, read_added_tokens
+from finetune_trainer.added_tokens import FIELD, AddedTokens, BaseOrder, known_token, remove_made
 from finetune_trainer.data.tokenizer import load_tokenizer, unusable
-from finetune_trainer.errors import NO_SPACE, ModelError
+from finetune_trainer.errors import NO_SPACE
 from finetune_trainer.files import (
     TEMPORARY_MARK,
     copy_within,
     publish_directory,
-    remove_tree,
     sync_directory,
     sync_file,
     temporary_beside,
@@ -54,11 +53,11 @@ FINDINGS = TypeAdapter(list[Finding])
 
 
 def answer(order: BaseOrder) -> bytes:
-    """What `ensure_base_with_tokens` finds, as JSON, in a process that is for nothing else. Raises as that does."""
+    """What `make_base_with_tokens` finds, as JSON, in a process that is for nothing else. Raises as that does."""
     # The tokenizer's files are a stranger's.
     limit_memory()
     try:
-        found = ensure_base_with_tokens(order)
+        found = make_base_with_tokens(order)
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
@@ -66,17 +65,13 @@ def answer(order: BaseOrder) -> bytes:
     return FINDINGS.dump_json(found)
 
 
-def ensure_base_with_tokens(order: BaseOrder) -> list[Finding]:
-    """Why it cannot be made; nothing if it is there. What was made of another base or of other tokens is replaced.
+def make_base_with_tokens(order: BaseOrder) -> list[Finding]:
+    """Why it cannot be made; nothing if it is there. What an earlier preflight has made is replaced, because the base's weights
+    and what belongs to its tokenizer may have changed since.
 
-    Raises ModelError, OSError.
+    Raises OSError.
     """
-    known = _record_of(order.record)
-    is_made = known is not None and (known.base_digest, known.tokens) == (order.base_digest, order.tokens)
-    if is_made and order.target.is_dir():
-        return []
-    order.record.unlink(missing_ok=True)
-    remove_tree(order.target)
+    remove_made(order.record, order.target)
     for leftover in order.target.parent.glob(f"{order.target.name}{TEMPORARY_MARK}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     order.target.parent.mkdir(parents=True, exist_ok=True)
@@ -91,14 +86,6 @@ def ensure_base_with_tokens(order: BaseOrder) -> list[Finding]:
         shutil.rmtree(temporary, ignore_errors=True)
     write_durably(order.record, made.model_dump_json().encode())
     return []
-
-
-def _record_of(path: Path) -> AddedTokens | None:
-    try:
-        return read_added_tokens(path)
-    except ModelError as error:  # it is replaced
-        log.warning("%s", error)
-        return None
 
 
 def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
@@ -124,7 +111,6 @@ def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
     for path in directory.rglob("*"):
         (sync_directory if path.is_dir() else sync_file)(path)
     return AddedTokens(
-        base_digest=order.base_digest,
         tokens=order.tokens,
         ids=tuple(ids),
         num_rows=num_rows,

@@ -14,10 +14,10 @@ from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.method_settings import known_settings
 from finetune_job.plan.run_plan import TRAINED_ROWS_FIELD, Choice, RunPlan
-from finetune_trainer.added_tokens import FIELD, AddedTokens, BaseOrder, read_added_tokens
+from finetune_trainer.added_tokens import FIELD, AddedTokens, BaseOrder, read_added_tokens, remove_made
 from finetune_trainer.data.shards import TRAIN, TokenShards, map_tables
 from finetune_trainer.files import link_root
-from finetune_trainer.preflight.checks import JobInspection
+from finetune_trainer.preflight.checks import JobInspection, nothing_refused
 from finetune_trainer.preflight.model_process import ModelCheckError, ModuleWork, answer_of
 from finetune_trainer.processes.child import fork_answering, parse_answer
 from finetune_trainer.processes.start import torch_is_kept_out
@@ -41,16 +41,24 @@ def add_tokens(seen: JobInspection) -> Iterable[Finding]:
         plan,
         base=context.source_model.absolute(),
         root=link_root(context.source_model, context.claims_root / plan.model.location.claim).absolute(),
-        base_digest=seen.known_files.digest,
         target=workspace.base_with_tokens.absolute(),
         record=workspace.added_tokens.absolute(),
     )
     found, seen.added = make_base(order)
     if seen.added is not None:
+        seen.until_done.callback(_remove_if_refused, seen, order)
         seen.context = context.with_trained_rows()
         for content, number in seen.added.id_of.items():
             log.info("%s: %r is token %d", FIELD, content, number)
     return found
+
+
+def _remove_if_refused(seen: JobInspection, order: BaseOrder) -> None:
+    if not nothing_refused(seen):
+        try:
+            remove_made(order.record, order.target)
+        except OSError:  # why the job is refused is more important
+            log.exception("%s could not be removed", order.target)
 
 
 def make_base(order: BaseOrder) -> tuple[list[Finding], AddedTokens | None]:

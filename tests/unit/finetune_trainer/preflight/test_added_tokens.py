@@ -107,6 +107,19 @@ def test_a_base_without_known_rows_is_refused(context: Any, model: Path) -> None
     assert "lm_head.bias has a value for each token" in found.message
 
 
+@pytest.mark.usefixtures("records")
+def test_what_is_refused_leaves_no_base_behind_and_no_other_finding(context: Any) -> None:
+    """Neither where the tokens are refused, so that there is no base to look at, nor where something else is."""
+    end = json.loads((context().source_model / "tokenizer_config.json").read_text())["eos_token"]
+    job = context({"model.addedTokens": [TOOL, {"content": end}]})
+    assert [found.rule for found in run(job).findings] == ["added-token-known"]
+    assert not job.workspace.base_with_tokens.exists()
+    job = context(ADDED | {"method.lora.targetModules": ["no_such_module"]})
+    assert run(job).outcome is Outcome.REFUSED
+    assert not job.workspace.base_with_tokens.exists()
+    assert not job.workspace.added_tokens.exists()
+
+
 def test_a_tokenizer_that_does_not_keep_a_token_is_refused(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that writes its files without what was added."""
     monkeypatch.setattr(PreTrainedTokenizerFast, "add_tokens", lambda *_arguments, **_named: 0)
@@ -222,7 +235,6 @@ def test_the_tokens_of_the_page_are_added(context: Any) -> None:
 
 def made(head: str | None) -> AddedTokens:
     return AddedTokens(
-        base_digest="",
         tokens=tuple(AddedTokenPlan(**each) for each in (TOOL, STEP)),
         ids=(300, 299),
         num_rows=301,
