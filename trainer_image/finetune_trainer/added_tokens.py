@@ -38,8 +38,10 @@ class AddedTokens(BaseModel):
     """Whether that is more than the base has."""
     embedding: str
     """The end of the path of the module."""
+    head: str
+    """The same of the output head."""
     separate_head: str | None
-    """The same of an output head that does not share the embedding's rows."""
+    """That, if it does not share the embedding's rows."""
 
     @property
     def id_of(self) -> dict[str, int]:
@@ -123,7 +125,9 @@ def _rows_of_lora(lora: LoraPlan, added: AddedTokens) -> dict[str, Any]:
     """PEFT trains rows of no module that it adapts or trains whole."""
     taken = {name.rpartition(".")[2] for name in (*lora.modules_to_save, *lora.target_modules)}
     of_embedding = lora.trainable_token_indices
-    if added.embedding not in taken:
+    # Of a head that shares the embedding's values PEFT trains the rows with the embedding's.
+    together = {added.embedding} if added.separate_head is not None else {added.embedding, added.head}
+    if taken.isdisjoint(together):
         of_embedding = tuple(sorted({*of_embedding, *added.ids}))
     rows: dict[str, Any] = {"trainable_token_indices": of_embedding}
     if added.separate_head is not None and added.separate_head not in taken:

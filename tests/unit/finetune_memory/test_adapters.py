@@ -72,6 +72,7 @@ def test_rows_of_added_tokens(name: str, lora: dict[str, Any]) -> None:
         num_rows=known + 3,
         has_more_rows=True,
         embedding="embed_tokens",
+        head="lm_head",
         separate_head=None if is_tied else "lm_head",
     )
     with torch.device("meta"):

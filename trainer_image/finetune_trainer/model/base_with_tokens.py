@@ -78,7 +78,10 @@ def make_base_with_tokens(order: BaseOrder) -> list[Finding]:
     temporary = temporary_beside(order.target)
     temporary.mkdir()
     try:
-        made = _make(order, temporary)
+        try:
+            made = _make(order, temporary)
+        except MergeError as error:
+            made = _finding("added-tokens-without-rows", order.base.name, str(error), "give a base that has the tokens already")
         if isinstance(made, Finding):
             return [made]
         publish_directory(temporary, order.target)
@@ -89,11 +92,9 @@ def make_base_with_tokens(order: BaseOrder) -> list[Finding]:
 
 
 def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
+    """Raises MergeError if the weights cannot be read as they have to be."""
     checkpoint, config = read_checkpoint(order.base), read_json(order.base / CONFIG_FILE)
-    try:
-        vocabulary = vocabulary_of(read_stored_model(checkpoint, config), is_adapted=order.trains_adapter)
-    except MergeError as error:
-        return _finding("added-tokens-without-rows", order.base.name, str(error), "give a base that has the tokens already")
+    vocabulary = vocabulary_of(read_stored_model(checkpoint, config), is_adapted=order.trains_adapter)
     _copy_other_files(order, checkpoint, directory)
     found = _add_to_tokenizer(order, directory)
     if isinstance(found, Finding):
@@ -116,6 +117,7 @@ def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
         num_rows=num_rows,
         has_more_rows=num_rows > vocabulary.num_rows,
         embedding=vocabulary.embedding,
+        head=vocabulary.head,
         separate_head=vocabulary.separate_head,
     )
 

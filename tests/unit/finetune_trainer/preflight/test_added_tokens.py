@@ -158,6 +158,54 @@ def test_embeddings_that_the_method_leaves_alone_are_named(context: Any) -> None
     assert "added-tokens-untrained" not in findings(context, changes)
 
 
+@pytest.mark.usefixtures("records")
+@pytest.mark.parametrize(
+    ("tied", "lora", "message", "field", "value"),
+    [
+        (True, {"modulesToSave": ["embed_tokens"]}, "no row of lm_head,", "modulesToSave", ["embed_tokens", "lm_head"]),
+        (True, {"modulesToSave": ["lm_head"]}, "no row of embed_tokens,", "modulesToSave", ["lm_head", "embed_tokens"]),
+        (True, {"targetModules": ["q_proj", "lm_head"]}, "the adapter of lm_head", "targetModules", ["q_proj"]),
+        (True, {"targetModules": ["model.embed_tokens", "q_proj"]}, "the adapter of embed_tokens", "targetModules", ["q_proj"]),
+        (False, {"targetModules": ["q_proj", "embed_tokens"]}, "the adapter of embed_tokens", "targetModules", ["q_proj"]),
+        (False, {"targetModules": ["embed_tokens", "lm_head"]}, "embed_tokens and lm_head would", "targetModules", None),
+        (False, {"modulesToSave": ["lm_head"], "targetModules": ["embed_tokens"]}, "of embed_tokens", "targetModules", None),
+    ],
+)
+def test_rows_that_no_adapter_holds_are_refused(
+    context: Any, model: Path, tied: bool, lora: dict[str, Any], message: str, field: str, value: list[str] | None
+) -> None:
+    """A head that shares the embedding's values loses them where one of the two is saved; LoRA of rows holds differences."""
+    if tied:
+        tie(model)
+    changes = ADDED | {f"method.lora.{name}": names for name, names in lora.items()}
+    found = findings(context, changes)["added-tokens-untrained"]
+    assert (found.severity, found.field) == ("error", "spec.model.addedTokens")
+    assert message in found.message
+    assert [(change.field, change.value) for change in found.changes] == [(f"spec.method.lora.{field}", value)]
+    applied = changes | {change.field.removeprefix("spec."): change.value for change in found.changes}
+    assert not {rule for rule, each in findings(context, applied).items() if each.severity == "error"}
+
+
+def tie(model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tied = AutoModelForCausalLM.from_pretrained(model)
+    tied.lm_head.weight = tied.get_input_embeddings().weight
+    tied.config.tie_word_embeddings = True
+    for path in model.glob("*.safetensors*"):
+        path.unlink()
+    tied.save_pretrained(model)
+
+
+def test_a_base_whose_files_are_not_all_named_is_refused(context: Any, model: Path) -> None:
+    index = json.loads((model / "model.safetensors.index.json").read_text())
+    last = max(index["weight_map"].values())
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != last}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = findings(context, ADDED)["added-tokens-without-rows"]
+    assert "is not among them. Fetch the model again." in found.message
+
+
 @pytest.mark.parametrize(
     ("code", "error", "message"),
     [
@@ -240,6 +288,7 @@ def made(head: str | None) -> AddedTokens:
         num_rows=301,
         has_more_rows=True,
         embedding="embed_tokens",
+        head="lm_head",
         separate_head=head,
     )
 
@@ -252,6 +301,7 @@ def made(head: str | None) -> AddedTokens:
         ({}, "lm_head", (299, 300), {"embed_tokens": (299, 300), "lm_head": (299, 300)}),
         ({"trainableTokenIndices": [5]}, "lm_head", (5, 299, 300), {"embed_tokens": (5, 299, 300), "lm_head": (299, 300)}),
         ({"modulesToSave": ["lm_head"]}, "lm_head", (299, 300), {}),
+        ({"modulesToSave": ["lm_head"]}, None, (), {}),
         ({"modulesToSave": ["model.embed_tokens"]}, "lm_head", (), {"lm_head": (299, 300)}),
         ({"targetModules": ["embed_tokens", "q_proj"]}, None, (), {}),
         ({"modulesToSave": ["embed_tokens", "lm_head"]}, "lm_head", (), {}),
