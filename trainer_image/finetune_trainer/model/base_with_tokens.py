@@ -22,7 +22,8 @@ from pydantic import TypeAdapter
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_trainer.added_tokens import FIELD, AddedTokens, BaseOrder, known_token, remove_made
-from finetune_trainer.data.tokenizer import load_tokenizer, unusable
+from finetune_trainer.data.render_chat import Tokenizer
+from finetune_trainer.data.tokenizer import generation_stops, load_tokenizer, unusable
 from finetune_trainer.errors import NO_SPACE
 from finetune_trainer.files import (
     TEMPORARY_MARK,
@@ -44,7 +45,8 @@ from finetune_trainer.weights.read_model import read_stored_model
 
 log = logging.getLogger(__name__)
 GENERATION_FILE = "generation_config.json"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ot", ".onnx", ".index.json")
+"""Ends of the names of files with weights, which would be the base's without the tokens."""
 _PROBES = ("def name(value):\n    return 1", "  Zwei Wörter, 12 345!", "<|im_start|>user\n", "日本語 и русский")
 """Texts that the tokenizer has to take as before, unless a new token is in them."""
 
@@ -99,7 +101,7 @@ def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
     found = _add_to_tokenizer(order, directory)
     if isinstance(found, Finding):
         return found
-    ids, num_known = found
+    ids, num_known, tokenizer = found
     num_rows = max(vocabulary.num_rows, 1 + max(ids))
     if problem := _no_room(checkpoint, vocabulary, num_rows, directory):
         return problem
@@ -107,7 +109,7 @@ def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
         content = json.dumps({**config, **vocabulary_settings(config, num_rows)}, indent=2)
         (directory / CONFIG_FILE).write_text(content + "\n")
     if stops := [number for token, number in zip(order.tokens, ids, strict=True) if token.stop]:
-        _stop_at(stops, order.base, directory)
+        _stop_at(stops, tokenizer, order.base, directory)
     write_with_rows(checkpoint, order.root, directory, vocabulary, num_known=num_known, added=ids, num_rows=num_rows)
     for path in directory.rglob("*"):
         (sync_directory if path.is_dir() else sync_file)(path)
@@ -131,8 +133,8 @@ def _copy_other_files(order: BaseOrder, checkpoint: Checkpoint, directory: Path)
             copy_within(path, order.root, directory / path.name)
 
 
-def _add_to_tokenizer(order: BaseOrder, directory: Path) -> tuple[list[int], int] | Finding:
-    """Ids of the tokens, and how many rows the others need; the tokenizer is written to `directory`."""
+def _add_to_tokenizer(order: BaseOrder, directory: Path) -> tuple[list[int], int, Tokenizer] | Finding:
+    """Ids of the tokens, how many rows the others need, and the tokenizer, which is written to `directory`."""
     from tokenizers import AddedToken
 
     try:
@@ -166,7 +168,7 @@ def _add_to_tokenizer(order: BaseOrder, directory: Path) -> tuple[list[int], int
     is_changed = any(after.get(token) != number for token, number in before.items())
     is_changed = is_changed or [reader(text)["input_ids"] for text in probes] != as_before
     if lost is None and not is_changed:
-        return ids, 1 + max(before.values())
+        return ids, 1 + max(before.values()), again
     what = f"does not take {lost!r} for one token" if lost is not None else "takes other texts otherwise than before"
     return _finding(
         "added-token-not-kept",
@@ -176,12 +178,11 @@ def _add_to_tokenizer(order: BaseOrder, directory: Path) -> tuple[list[int], int
     )
 
 
-def _stop_at(ids: Sequence[int], base: Path, directory: Path) -> None:
+def _stop_at(ids: Sequence[int], tokenizer: Tokenizer, base: Path, directory: Path) -> None:
     """Let generation stop there, and where it does already."""
     path = directory / GENERATION_FILE
     settings = read_json(path) if path.is_file() else {}
-    written = settings.get("eos_token_id", read_json(base / CONFIG_FILE).get("eos_token_id"))
-    known = written if isinstance(written, list) else [] if written is None else [written]
+    known = sorted(generation_stops(tokenizer, base))
     path.write_text(json.dumps({**settings, "eos_token_id": [*known, *ids]}, indent=2) + "\n")
 
 

@@ -25,6 +25,7 @@ from finetune_trainer.processes.sandbox import SandboxEndedError
 from tests.support.tiny_model import END, write_tiny_llama
 
 TOKENS = tuple(AddedTokenPlan(content=content, special=special) for content, special in (("<|tool|>", True), ("<step>", False)))
+OTHER_WEIGHTS = ("pytorch_model.bin", "tf_model.h5", "flax_model.msgpack", "rust_model.ot", "model.onnx", "base.gguf")
 FINDINGS = TypeAdapter(list[Finding])
 
 
@@ -50,12 +51,13 @@ def test_any_program_can_load_it(tmp_path: Path) -> None:
     work = order(tmp_path, many)
     (work.base / "LICENSE").write_text("terms")
     (work.base / "generation_config.json").write_text('{"eos_token_id": 256}')
-    (work.base / "pytorch_model.bin").write_text("a pickle")
+    for name in OTHER_WEIGHTS:
+        (work.base / name).write_text("the base's weights in another form")
     (work.base / ".hidden").write_text("")
     assert make_base_with_tokens(work) == []
     names = {path.name for path in work.target.iterdir()}
     assert names >= {"LICENSE", "generation_config.json", "config.json", "model.safetensors", "tokenizer.json"}
-    assert names.isdisjoint({"pytorch_model.bin", ".hidden"})
+    assert names.isdisjoint({*OTHER_WEIGHTS, ".hidden"})
     tokenizer, before = AutoTokenizer.from_pretrained(work.target), AutoTokenizer.from_pretrained(work.base)
     assert tokenizer("a<|tool|>b<step>", add_special_tokens=False)["input_ids"] == [
         *before("a", add_special_tokens=False)["input_ids"],
@@ -218,13 +220,25 @@ def test_first_records_are_read_with_the_same_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "stops"),
-    [({"eos_token_id": 256, "top_p": 0.5}, [256, 257]), ({"eos_token_id": [3, 256]}, [3, 256, 257]), (None, [256, 257])],
+    ("settings", "configured", "stops"),
+    [
+        ({"eos_token_id": 256, "top_p": 0.5}, 5, [256, 257]),
+        ({"eos_token_id": [3, 256]}, 5, [3, 256, 257]),
+        ({"eos_token_id": None}, 5, [5, 257]),
+        ({"top_p": 0.5}, 5, [5, 257]),
+        (None, 5, [5, 257]),
+        (None, None, [256, 257]),
+    ],
 )
-def test_generation_stops_at_a_token_that_ends_turns(tmp_path: Path, settings: dict[str, Any] | None, stops: list[int]) -> None:
+def test_generation_stops_at_a_token_that_ends_turns(
+    tmp_path: Path, settings: dict[str, Any] | None, configured: int | None, stops: list[int]
+) -> None:
+    """And where it did before: as one file or the other says, or else at the tokenizer's end."""
     tokens = (AddedTokenPlan(content="<|end|of|turn|>", stop=True), AddedTokenPlan(content="<|tool|>"))
     work = order(tmp_path, tokens)
     (work.base / "generation_config.json").unlink()
+    config = json.loads((work.base / "config.json").read_text())
+    (work.base / "config.json").write_text(json.dumps({**config, "eos_token_id": configured}))
     if settings is not None:
         (work.base / "generation_config.json").write_text(json.dumps(settings))
     assert make_base_with_tokens(work) == []
