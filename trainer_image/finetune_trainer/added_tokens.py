@@ -89,20 +89,29 @@ def remove_made(record: Path, target: Path) -> None:
     remove_tree(target)
 
 
-def known_token(tokens: Sequence[AddedTokenPlan], vocabulary: Mapping[str, int]) -> Finding | None:
-    """A token that is to be added and that the tokenizer has already. vocabulary: ids by text."""
-    known = [token.content for token in tokens if token.content in vocabulary]
+def known_token(tokens: Sequence[AddedTokenPlan], vocabulary: Mapping[str, int], tokenizer: Any) -> Finding | None:
+    """A token that is to be added and that the tokenizer has already. vocabulary: its ids by text."""
+    ids = {token.content: _known_id(token.content, vocabulary, tokenizer) for token in tokens}
+    known = [content for content, number in ids.items() if number is not None]
     if not known:
         return None
-    left = [token.written() for token in tokens if token.content not in vocabulary]
+    left = [token.written() for token in tokens if token.content not in known]
     return make_finding(
         "added-token-known",
         field=FIELD,
         value=known[0],
-        message=f"the tokenizer has {known[0]!r} already, as {vocabulary[known[0]]} ({len(known)} such tokens)",
+        message=f"the tokenizer has {known[0]!r} already, as {ids[known[0]]} ({len(known)} such tokens)",
         fix="remove it from addedTokens; its row is trained if trainableTokenIndices names it",
         changes={FIELD: left or None},
     )
+
+
+def _known_id(content: str, vocabulary: Mapping[str, int], tokenizer: Any) -> int | None:
+    """Vocabularies of bytes write a space and all beyond ASCII otherwise than texts do, so the text is read, too."""
+    if content in vocabulary:
+        return vocabulary[content]
+    ids = tokenizer(content, add_special_tokens=False)["input_ids"]
+    return int(ids[0]) if len(ids) == 1 and tokenizer.decode(ids) == content else None
 
 
 def with_trained_rows(plan: RunPlan, added: AddedTokens) -> RunPlan:

@@ -149,7 +149,7 @@ def _add_to_tokenizer(order: BaseOrder, directory: Path) -> tuple[list[int], int
     before, contents = library.get_vocab(), [token.content for token in order.tokens]
     probes = [text for text in _PROBES if not any(content in text for content in contents)]
     as_before = [library(text)["input_ids"] for text in probes]
-    known = known_token(order.tokens, before)
+    known = known_token(order.tokens, before, library)
     if known is not None:
         return known
     # Without `normalized` its text is found as it is written, whatever the tokenizer does to other text first.

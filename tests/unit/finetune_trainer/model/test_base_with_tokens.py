@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import AddedTokenPlan
-from finetune_trainer.added_tokens import BaseOrder, read_added_tokens
+from finetune_trainer.added_tokens import BaseOrder, known_token, read_added_tokens
 from finetune_trainer.data.tokenizer_files import FileTokenizer
 from finetune_trainer.errors import ModelError
 from finetune_trainer.model import base_with_tokens
@@ -245,6 +245,22 @@ def test_generation_stops_at_a_token_that_ends_turns(
     written = json.loads((work.target / "generation_config.json").read_text())
     assert written == {**(settings or {}), "eos_token_id": stops}
     assert AutoModelForCausalLM.from_pretrained(work.target).generation_config.eos_token_id == stops
+
+
+@pytest.mark.parametrize(("content", "number"), [(" ", 220), ("\n", 198), ("a", 64), ("日", None), (" a", None)])
+def test_a_token_that_the_vocabulary_writes_otherwise_is_known(tmp_path: Path, content: str, number: int | None) -> None:
+    """94 visible bytes of ASCII and 94 more have their own symbols, then come the others: the space is byte 32, a new line 10."""
+    tokens = (AddedTokenPlan(content="<step>"), AddedTokenPlan(content=content))
+    work = order(tmp_path, tokens)
+    found = make_base_with_tokens(work)
+    assert [each.rule for each in found] == ([] if number is None else ["added-token-known"])
+    base = FileTokenizer(work.base)
+    for tokenizer in (base, AutoTokenizer.from_pretrained(work.base)):
+        known = known_token(tokens, base.vocabulary(), tokenizer)
+        assert (known is None) is (number is None)
+        if known is not None:
+            assert known.message == f"the tokenizer has {content!r} already, as {number} (1 such tokens)"
+            assert known.changes[0].value == [{"content": "<step>"}]
 
 
 def rewritten_vocabulary(base: Path, change: Any) -> None:
