@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ def check_rows(seen: JobInspection) -> Iterable[Finding]:
         missing = []  # the head shares what is trained
     adapted = [module for module in missing if of_module[module]]
     if not missing:
-        return ()
+        return _padding(seen)
     names = " and ".join(adapted or missing)
     if adapted:
         message = (
@@ -116,6 +116,20 @@ def check_rows(seen: JobInspection) -> Iterable[Finding]:
     changes = _not_adapted(plan, adapted) if adapted else _saved_whole(plan, missing)
     value = added.tokens[0].content
     return (make_finding("added-tokens-untrained", field=FIELD, value=value, message=message, fix=fix, changes=changes),)
+
+
+def _padding(seen: JobInspection) -> Iterator[Finding]:
+    """An added token may have a row to spare that the base's configuration names as its padding."""
+    row = seen.known_structure.padding_row
+    for content, number in seen.known_added.id_of.items():
+        if number == row:
+            yield make_finding(
+                "added-tokens-untrained",
+                field=FIELD,
+                value=content,
+                message=f"{content!r} is token {row}, pad_token_id in config.json, whose row torch leaves out as padding",
+                fix="set pad_token_id in config.json of the base to a token that its tokenizer has",
+            )
 
 
 def _hold_rows(names: Sequence[str], *, is_adapter: bool) -> bool:

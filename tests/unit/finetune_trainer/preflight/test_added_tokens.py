@@ -186,6 +186,20 @@ def test_rows_that_no_adapter_holds_are_refused(
     assert not {rule for rule, each in findings(context, applied).items() if each.severity == "error"}
 
 
+@pytest.mark.usefixtures("records")
+def test_a_token_on_the_row_of_padding_is_refused(context: Any, model: Path) -> None:
+    """A base may have padding of which its tokenizer knows nothing; torch gives that row no gradient where it is read."""
+    known = max(PreTrainedTokenizerFast.from_pretrained(model).get_vocab().values())
+    config = json.loads((model / "config.json").read_text())
+    for padding, expected in ((known + 2, "<step>"), (known, None)):
+        (model / "config.json").write_text(json.dumps({**config, "pad_token_id": padding}))
+        found = findings(context, ADDED).get("added-tokens-untrained")
+        assert (found and found.value) == expected
+        if found is not None:
+            assert found.severity == "error"
+            assert f"'<step>' is token {padding}, pad_token_id in config.json" in found.message
+
+
 def tie(model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
