@@ -186,7 +186,10 @@ def main(argv: Sequence[str] | None = None, *, is_forked: bool = False) -> int:
 
     def body() -> TerminationReport:
         contexts.append(run_context(arguments))
-        return ROLES[Role(arguments.role)](contexts[0], arguments)
+        role = Role(arguments.role)
+        # Of an earlier preflight's rows this one knows nothing: the base may have changed since.
+        context = contexts[0] if role in (Role.FETCH, Role.PREFLIGHT) else contexts[0].with_trained_rows()
+        return ROLES[role](context, arguments)
 
     return run_role(
         arguments.role,

@@ -18,7 +18,7 @@ from finetune_job.finding import Finding
 from finetune_job.method_settings import TARGETS, TRAINED_ROWS_SETTING
 from finetune_job.plan.run_plan import AddedTokenPlan, LoraPlan, RunPlan
 from finetune_trainer.errors import ModelError
-from finetune_trainer.files import read_own
+from finetune_trainer.files import read_own, remove_tree
 
 FIELD = "spec.model.addedTokens"
 MOST_RECORD_BYTES = 1 << 20
@@ -29,8 +29,6 @@ class AddedTokens(BaseModel):
     """A base model with added tokens, which is complete once this is there."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    base_digest: str
-    """Of the model's files as the job names them."""
     tokens: tuple[AddedTokenPlan, ...]
     ids: tuple[int, ...]
     """In the order of `tokens`."""
@@ -40,8 +38,10 @@ class AddedTokens(BaseModel):
     """Whether that is more than the base has."""
     embedding: str
     """The end of the path of the module."""
+    head: str
+    """The same of the output head."""
     separate_head: str | None
-    """The same of an output head that does not share the embedding's rows."""
+    """That, if it does not share the embedding's rows."""
 
     @property
     def id_of(self) -> dict[str, int]:
@@ -55,7 +55,6 @@ class BaseOrder(BaseModel):
     base: Path
     root: Path
     """Below which links of the base may lead."""
-    base_digest: str
     tokens: tuple[AddedTokenPlan, ...]
     allow_remote_code: bool
     trains_adapter: bool
@@ -84,20 +83,35 @@ def read_added_tokens(path: Path) -> AddedTokens | None:
         ) from error
 
 
-def known_token(tokens: Sequence[AddedTokenPlan], vocabulary: Mapping[str, int]) -> Finding | None:
-    """A token that is to be added and that the tokenizer has already. vocabulary: ids by text."""
-    known = [token.content for token in tokens if token.content in vocabulary]
+def remove_made(record: Path, target: Path) -> None:
+    """Remove what has these names: the record first, without which the model is not complete. Raises OSError."""
+    remove_tree(record)
+    remove_tree(target)
+
+
+def known_token(tokens: Sequence[AddedTokenPlan], vocabulary: Mapping[str, int], tokenizer: Any) -> Finding | None:
+    """A token that is to be added and that the tokenizer has already. vocabulary: its ids by text."""
+    ids = {token.content: _known_id(token.content, vocabulary, tokenizer) for token in tokens}
+    known = [content for content, number in ids.items() if number is not None]
     if not known:
         return None
-    left = [token.written() for token in tokens if token.content not in vocabulary]
+    left = [token.written() for token in tokens if token.content not in known]
     return make_finding(
         "added-token-known",
         field=FIELD,
         value=known[0],
-        message=f"the tokenizer has {known[0]!r} already, as {vocabulary[known[0]]} ({len(known)} such tokens)",
+        message=f"the tokenizer has {known[0]!r} already, as {ids[known[0]]} ({len(known)} such tokens)",
         fix="remove it from addedTokens; its row is trained if trainableTokenIndices names it",
         changes={FIELD: left or None},
     )
+
+
+def _known_id(content: str, vocabulary: Mapping[str, int], tokenizer: Any) -> int | None:
+    """Vocabularies of bytes write a space and all beyond ASCII otherwise than texts do, so the text is read, too."""
+    if content in vocabulary:
+        return vocabulary[content]
+    ids = tokenizer(content, add_special_tokens=False)["input_ids"]
+    return int(ids[0]) if len(ids) == 1 and tokenizer.decode(ids) == content else None
 
 
 def with_trained_rows(plan: RunPlan, added: AddedTokens) -> RunPlan:
@@ -120,7 +134,9 @@ def _rows_of_lora(lora: LoraPlan, added: AddedTokens) -> dict[str, Any]:
     """PEFT trains rows of no module that it adapts or trains whole."""
     taken = {name.rpartition(".")[2] for name in (*lora.modules_to_save, *lora.target_modules)}
     of_embedding = lora.trainable_token_indices
-    if added.embedding not in taken:
+    # Of a head that shares the embedding's values PEFT trains the rows with the embedding's.
+    together = {added.embedding} if added.separate_head is not None else {added.embedding, added.head}
+    if taken.isdisjoint(together):
         of_embedding = tuple(sorted({*of_embedding, *added.ids}))
     rows: dict[str, Any] = {"trainable_token_indices": of_embedding}
     if added.separate_head is not None and added.separate_head not in taken:

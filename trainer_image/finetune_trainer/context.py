@@ -14,8 +14,8 @@ from finetune_job.layout import OutputLayout, WorkspaceLayout
 from finetune_job.names import CLAIMS_MOUNT
 from finetune_job.plan.digest import learning_sha256
 from finetune_job.plan.run_plan import RunPlan
-from finetune_trainer.added_tokens import read_added_tokens, with_trained_rows
-from finetune_trainer.errors import PlanMismatchError
+from finetune_trainer.added_tokens import FIELD, read_added_tokens, with_trained_rows
+from finetune_trainer.errors import ModelError, PlanMismatchError
 from finetune_trainer.files import link_root
 
 
@@ -61,12 +61,19 @@ class RunContext:
         return self.links_lead_to or link_root(self.base_model, self.claims_root / claim)
 
     def with_trained_rows(self) -> RunContext:
-        """The same with a plan that trains the rows of added tokens, as soon as preflight has made these.
+        """The same with a plan that trains the rows of added tokens, which preflight has made.
 
-        Raises ModelError if the record is not what preflight writes, OSError.
+        Raises ModelError if there is no record of them, or another one than preflight writes; OSError.
         """
-        added = read_added_tokens(self.workspace.added_tokens) if self.plan.model.added_tokens else None
-        return self if added is None else replace(self, plan=with_trained_rows(self.plan, added))
+        if not self.plan.model.added_tokens:
+            return self
+        path = self.workspace.added_tokens
+        added = read_added_tokens(path)
+        if added is None:
+            # Without their ids the job would train none of their rows, and say nothing.
+            hint = "start a new job, and let nothing else write to its workspace"
+            raise ModelError(f"{path}: is gone, which says what ids the tokens of {FIELD} have", hint)
+        return replace(self, plan=with_trained_rows(self.plan, added))
 
     @property
     def learning_sha256(self) -> str:
@@ -110,8 +117,7 @@ def add_until_step(arguments: argparse.ArgumentParser) -> None:
 
 
 def run_context(arguments: argparse.Namespace) -> RunContext:
-    """The plan that the arguments name. Raises PlanMismatchError, and as `with_trained_rows`."""
+    """The plan that the arguments name, as it was frozen. Raises PlanMismatchError."""
     plan = read_plan(arguments.plan, arguments.plan_sha256)
     until = getattr(arguments, "until_step", None)
-    context = RunContext(plan, arguments.plan_sha256, arguments.claims_root, arguments.attempt, until_step=until)
-    return context.with_trained_rows()
+    return RunContext(plan, arguments.plan_sha256, arguments.claims_root, arguments.attempt, until_step=until)

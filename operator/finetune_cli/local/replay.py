@@ -6,6 +6,7 @@ has been done before training: nothing is fetched, rehearsed or published again.
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Mapping, Sequence
@@ -96,6 +97,14 @@ def claims_of_run(run: RunDirectory, plan: RunPlan, given: Mapping[str, Path]) -
     return found
 
 
+def _link_or_copy(source: str, target: str) -> None:
+    """Another name for the file, which is never written to; or a copy on another file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 class Replay:
     """A scratch directory in which the plan of a run runs again. As a context it is locked: the trainer's process, which serves
     all roles, keeps the lock that it began with.
@@ -137,9 +146,12 @@ class Replay:
         workspace.checkpoints.mkdir(parents=True)
         # Never written to, and as large as the records.
         workspace.prepared.symlink_to(original.prepared, target_is_directory=True)
-        for path in (original.model_report, original.first_values):
+        for path in (original.model_report, original.first_values, original.added_tokens):
             if path.is_file():
                 shutil.copyfile(path, workspace.root / path.name)
+        if original.base_with_tokens.is_dir():
+            # No link to it: what is trained may not be outside of its claim.
+            shutil.copytree(original.base_with_tokens, workspace.base_with_tokens, copy_function=_link_or_copy)
         for name in checkpoints:
             shutil.copytree(original.checkpoints / name, workspace.checkpoints / name)
 

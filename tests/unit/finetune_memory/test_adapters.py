@@ -67,12 +67,12 @@ def test_rows_of_added_tokens(name: str, lora: dict[str, Any]) -> None:
     rows = (known, known + 1, known + 2)
     is_tied = bool(config.get("tie_word_embeddings"))
     added = AddedTokens(
-        base_digest="",
         tokens=plan.model.added_tokens,
         ids=rows,
         num_rows=known + 3,
         has_more_rows=True,
         embedding="embed_tokens",
+        head="lm_head",
         separate_head=None if is_tied else "lm_head",
     )
     with torch.device("meta"):

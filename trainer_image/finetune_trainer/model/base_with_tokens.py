@@ -21,14 +21,14 @@ from pydantic import TypeAdapter
 
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
-from finetune_trainer.added_tokens import FIELD, AddedTokens, BaseOrder, known_token, read_added_tokens
-from finetune_trainer.data.tokenizer import load_tokenizer, unusable
-from finetune_trainer.errors import NO_SPACE, ModelError
+from finetune_trainer.added_tokens import FIELD, AddedTokens, BaseOrder, known_token, remove_made
+from finetune_trainer.data.render_chat import Tokenizer
+from finetune_trainer.data.tokenizer import generation_stops, load_tokenizer, unusable
+from finetune_trainer.errors import NO_SPACE
 from finetune_trainer.files import (
     TEMPORARY_MARK,
     copy_within,
     publish_directory,
-    remove_tree,
     sync_directory,
     sync_file,
     temporary_beside,
@@ -45,7 +45,8 @@ from finetune_trainer.weights.read_model import read_stored_model
 
 log = logging.getLogger(__name__)
 GENERATION_FILE = "generation_config.json"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ot", ".onnx", ".index.json")
+"""Ends of the names of files with weights, which would be the base's without the tokens."""
 _PROBES = ("def name(value):\n    return 1", "  Zwei Wörter, 12 345!", "<|im_start|>user\n", "日本語 и русский")
 """Texts that the tokenizer has to take as before, unless a new token is in them."""
 
@@ -54,11 +55,11 @@ FINDINGS = TypeAdapter(list[Finding])
 
 
 def answer(order: BaseOrder) -> bytes:
-    """What `ensure_base_with_tokens` finds, as JSON, in a process that is for nothing else. Raises as that does."""
+    """What `make_base_with_tokens` finds, as JSON, in a process that is for nothing else. Raises as that does."""
     # The tokenizer's files are a stranger's.
     limit_memory()
     try:
-        found = ensure_base_with_tokens(order)
+        found = make_base_with_tokens(order)
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
@@ -66,24 +67,23 @@ def answer(order: BaseOrder) -> bytes:
     return FINDINGS.dump_json(found)
 
 
-def ensure_base_with_tokens(order: BaseOrder) -> list[Finding]:
-    """Why it cannot be made; nothing if it is there. What was made of another base or of other tokens is replaced.
+def make_base_with_tokens(order: BaseOrder) -> list[Finding]:
+    """Why it cannot be made; nothing if it is there. What an earlier preflight has made is replaced, because the base's weights
+    and what belongs to its tokenizer may have changed since.
 
-    Raises ModelError, OSError.
+    Raises OSError.
     """
-    known = _record_of(order.record)
-    is_made = known is not None and (known.base_digest, known.tokens) == (order.base_digest, order.tokens)
-    if is_made and order.target.is_dir():
-        return []
-    order.record.unlink(missing_ok=True)
-    remove_tree(order.target)
+    remove_made(order.record, order.target)
     for leftover in order.target.parent.glob(f"{order.target.name}{TEMPORARY_MARK}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     order.target.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(order.target)
     temporary.mkdir()
     try:
-        made = _make(order, temporary)
+        try:
+            made = _make(order, temporary)
+        except MergeError as error:
+            made = _finding("added-tokens-without-rows", order.base.name, str(error), "give a base that has the tokens already")
         if isinstance(made, Finding):
             return [made]
         publish_directory(temporary, order.target)
@@ -93,25 +93,15 @@ def ensure_base_with_tokens(order: BaseOrder) -> list[Finding]:
     return []
 
 
-def _record_of(path: Path) -> AddedTokens | None:
-    try:
-        return read_added_tokens(path)
-    except ModelError as error:  # it is replaced
-        log.warning("%s", error)
-        return None
-
-
 def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
+    """Raises MergeError if the weights cannot be read as they have to be."""
     checkpoint, config = read_checkpoint(order.base), read_json(order.base / CONFIG_FILE)
-    try:
-        vocabulary = vocabulary_of(read_stored_model(checkpoint, config), is_adapted=order.trains_adapter)
-    except MergeError as error:
-        return _finding("added-tokens-without-rows", order.base.name, str(error), "give a base that has the tokens already")
+    vocabulary = vocabulary_of(read_stored_model(checkpoint, config), is_adapted=order.trains_adapter)
     _copy_other_files(order, checkpoint, directory)
     found = _add_to_tokenizer(order, directory)
     if isinstance(found, Finding):
         return found
-    ids, num_known = found
+    ids, num_known, tokenizer = found
     num_rows = max(vocabulary.num_rows, 1 + max(ids))
     if problem := _no_room(checkpoint, vocabulary, num_rows, directory):
         return problem
@@ -119,17 +109,17 @@ def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
         content = json.dumps({**config, **vocabulary_settings(config, num_rows)}, indent=2)
         (directory / CONFIG_FILE).write_text(content + "\n")
     if stops := [number for token, number in zip(order.tokens, ids, strict=True) if token.stop]:
-        _stop_at(stops, order.base, directory)
+        _stop_at(stops, tokenizer, order.base, directory)
     write_with_rows(checkpoint, order.root, directory, vocabulary, num_known=num_known, added=ids, num_rows=num_rows)
     for path in directory.rglob("*"):
         (sync_directory if path.is_dir() else sync_file)(path)
     return AddedTokens(
-        base_digest=order.base_digest,
         tokens=order.tokens,
         ids=tuple(ids),
         num_rows=num_rows,
         has_more_rows=num_rows > vocabulary.num_rows,
         embedding=vocabulary.embedding,
+        head=vocabulary.head,
         separate_head=vocabulary.separate_head,
     )
 
@@ -143,8 +133,8 @@ def _copy_other_files(order: BaseOrder, checkpoint: Checkpoint, directory: Path)
             copy_within(path, order.root, directory / path.name)
 
 
-def _add_to_tokenizer(order: BaseOrder, directory: Path) -> tuple[list[int], int] | Finding:
-    """Ids of the tokens, and how many rows the others need; the tokenizer is written to `directory`."""
+def _add_to_tokenizer(order: BaseOrder, directory: Path) -> tuple[list[int], int, Tokenizer] | Finding:
+    """Ids of the tokens, how many rows the others need, and the tokenizer, which is written to `directory`."""
     from tokenizers import AddedToken
 
     try:
@@ -159,7 +149,7 @@ def _add_to_tokenizer(order: BaseOrder, directory: Path) -> tuple[list[int], int
     before, contents = library.get_vocab(), [token.content for token in order.tokens]
     probes = [text for text in _PROBES if not any(content in text for content in contents)]
     as_before = [library(text)["input_ids"] for text in probes]
-    known = known_token(order.tokens, before)
+    known = known_token(order.tokens, before, library)
     if known is not None:
         return known
     # Without `normalized` its text is found as it is written, whatever the tokenizer does to other text first.
@@ -178,7 +168,7 @@ def _add_to_tokenizer(order: BaseOrder, directory: Path) -> tuple[list[int], int
     is_changed = any(after.get(token) != number for token, number in before.items())
     is_changed = is_changed or [reader(text)["input_ids"] for text in probes] != as_before
     if lost is None and not is_changed:
-        return ids, 1 + max(before.values())
+        return ids, 1 + max(before.values()), again
     what = f"does not take {lost!r} for one token" if lost is not None else "takes other texts otherwise than before"
     return _finding(
         "added-token-not-kept",
@@ -188,12 +178,11 @@ def _add_to_tokenizer(order: BaseOrder, directory: Path) -> tuple[list[int], int
     )
 
 
-def _stop_at(ids: Sequence[int], base: Path, directory: Path) -> None:
+def _stop_at(ids: Sequence[int], tokenizer: Tokenizer, base: Path, directory: Path) -> None:
     """Let generation stop there, and where it does already."""
     path = directory / GENERATION_FILE
     settings = read_json(path) if path.is_file() else {}
-    written = settings.get("eos_token_id", read_json(base / CONFIG_FILE).get("eos_token_id"))
-    known = written if isinstance(written, list) else [] if written is None else [written]
+    known = sorted(generation_stops(tokenizer, base))
     path.write_text(json.dumps({**settings, "eos_token_id": [*known, *ids]}, indent=2) + "\n")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ from pydantic import TypeAdapter
 
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
-from finetune_job.method_settings import known_settings
+from finetune_job.method_settings import TARGETS, known_settings
 from finetune_job.plan.run_plan import TRAINED_ROWS_FIELD, Choice, RunPlan
-from finetune_trainer.added_tokens import FIELD, AddedTokens, BaseOrder, read_added_tokens
+from finetune_trainer.added_tokens import FIELD, AddedTokens, BaseOrder, read_added_tokens, remove_made
 from finetune_trainer.data.shards import TRAIN, TokenShards, map_tables
 from finetune_trainer.files import link_root
-from finetune_trainer.preflight.checks import JobInspection
+from finetune_trainer.preflight.checks import JobInspection, nothing_refused
 from finetune_trainer.preflight.model_process import ModelCheckError, ModuleWork, answer_of
 from finetune_trainer.processes.child import fork_answering, parse_answer
 from finetune_trainer.processes.start import torch_is_kept_out
@@ -25,6 +25,9 @@ from finetune_trainer.processes.start import torch_is_kept_out
 log = logging.getLogger(__name__)
 ANSWER_BYTES = 1 << 20
 SAVED = "modulesToSave"
+_SAVED_PART = ".modules_to_save."
+_ROWS_PART = ".trainable_tokens_delta."
+"""Of the names of trained tensors: PEFT's copy of a whole module, and rows of one."""
 _FINDINGS = TypeAdapter(list[Finding])
 _FIX = f"its log says why; {FIELD} names the tokens"
 _BLOCK_TOKENS = 1 << 20
@@ -41,16 +44,24 @@ def add_tokens(seen: JobInspection) -> Iterable[Finding]:
         plan,
         base=context.source_model.absolute(),
         root=link_root(context.source_model, context.claims_root / plan.model.location.claim).absolute(),
-        base_digest=seen.known_files.digest,
         target=workspace.base_with_tokens.absolute(),
         record=workspace.added_tokens.absolute(),
     )
     found, seen.added = make_base(order)
     if seen.added is not None:
+        seen.until_done.callback(_remove_if_refused, seen, order)
         seen.context = context.with_trained_rows()
         for content, number in seen.added.id_of.items():
             log.info("%s: %r is token %d", FIELD, content, number)
     return found
+
+
+def _remove_if_refused(seen: JobInspection, order: BaseOrder) -> None:
+    if not nothing_refused(seen):
+        try:
+            remove_made(order.record, order.target)
+        except OSError:  # why the job is refused is more important
+            log.exception("%s could not be removed", order.target)
 
 
 def make_base(order: BaseOrder) -> tuple[list[Finding], AddedTokens | None]:
@@ -78,31 +89,71 @@ def chosen_rows(seen: JobInspection) -> Iterable[Choice]:
 
 
 def check_rows(seen: JobInspection) -> Iterable[Finding]:
-    """Whether the rows of added tokens are trained, of the embedding and of an output head of its own."""
+    """Whether the rows of added tokens are trained, of embedding and output head, and published as they are then."""
     added, plan = seen.known_added, seen.plan
     trained = [f".{name}." for name in seen.known_structure.trainable]
-    modules = [module for module in (added.embedding, added.separate_head) if module is not None]
-    missing = [module for module in modules if not any(f".{module}." in name for name in trained)]
+    of_module = {module: [name for name in trained if f".{module}." in name] for module in (added.embedding, added.head)}
+    missing = [module for module, names in of_module.items() if not _hold_rows(names, is_adapter=plan.method.trains_adapter)]
+    is_one_saved = any(_SAVED_PART in name for names in of_module.values() for name in names)
+    if added.separate_head is None and added.embedding not in missing and not is_one_saved:
+        missing = []  # the head shares what is trained
+    adapted = [module for module in missing if of_module[module]]
     if not missing:
-        return ()
-    return (
-        make_finding(
-            "added-tokens-untrained",
-            field=FIELD,
-            value=added.tokens[0].content,
-            message=f"the method trains no row of {' and '.join(missing)}, so the added tokens would stay what they begin as",
-            fix="set spec.method.type to a kind of LoRA, which trains these rows, or to Full; or name "
-            f"{' and '.join(missing)} in modulesToSave",
-            changes=_saved_whole(plan, missing),
-        ),
-    )
+        return _padding(seen)
+    names = " and ".join(adapted or missing)
+    if adapted:
+        message = (
+            f"the adapter of {names} would hold how rows change, and not what the rows of added tokens begin as, which are not "
+            "those of the base as it is published"
+        )
+        fix = f"remove {names} from targetModules: the rows of added tokens are then trained by themselves"
+    else:
+        message = f"the method trains no row of {names}, so the added tokens would stay what they begin as"
+        fix = (
+            "set spec.method.type to a kind of LoRA, which trains these rows, or to Full; or name "
+            f"{names} in {SAVED}, as embedding and head that share their values both have to be"
+        )
+    changes = _not_adapted(plan, adapted) if adapted else _saved_whole(plan, missing)
+    value = added.tokens[0].content
+    return (make_finding("added-tokens-untrained", field=FIELD, value=value, message=message, fix=fix, changes=changes),)
+
+
+def _padding(seen: JobInspection) -> Iterator[Finding]:
+    """An added token may have a row to spare that the base's configuration names as its padding."""
+    row = seen.known_structure.padding_row
+    for content, number in seen.known_added.id_of.items():
+        if number == row:
+            yield make_finding(
+                "added-tokens-untrained",
+                field=FIELD,
+                value=content,
+                message=f"{content!r} is token {row}, pad_token_id in config.json, whose row torch leaves out as padding",
+                fix="set pad_token_id in config.json of the base to a token that its tokenizer has",
+            )
+
+
+def _hold_rows(names: Sequence[str], *, is_adapter: bool) -> bool:
+    """Whether trained tensors of a module are its rows themselves. names: theirs."""
+    return any(part in name for name in names for part in ((_SAVED_PART, _ROWS_PART) if is_adapter else ("",)))
 
 
 def _saved_whole(plan: RunPlan, modules: list[str]) -> dict[str, Any] | None:
     """None for a method that has no such setting."""
+    if plan.method.lora is not None:
+        return {f"spec.method.lora.{SAVED}": [*plan.method.lora.modules_to_save, *modules]}
     if plan.method.adapter is None or SAVED not in known_settings(plan.method.type):
         return None
     return {f"spec.method.settings.{SAVED}": [*(plan.method.adapter.settings.get(SAVED) or ()), *modules]}
+
+
+def _not_adapted(plan: RunPlan, modules: list[str]) -> dict[str, Any] | None:
+    """None where the modules are not named by the ends of their paths."""
+    method = plan.method
+    named = method.lora.target_modules if method.lora is not None else method.adapter and method.adapter.settings.get(TARGETS)
+    left = [name for name in named or () if name.rpartition(".")[2] not in modules]
+    if not isinstance(named, Sequence) or len(left) == len(named):
+        return None
+    return {f"spec.method.{'lora' if method.lora is not None else 'settings'}.{TARGETS}": left or None}
 
 
 def check_use(seen: JobInspection) -> Iterable[Finding]:

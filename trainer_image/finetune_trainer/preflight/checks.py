@@ -125,6 +125,11 @@ def expressions_compile(seen: JobInspection) -> bool:
     return seen.expressions_compile
 
 
+def base_is_made(seen: JobInspection) -> bool:
+    """Whether there is what is to be trained: with added tokens it is another directory than the job names."""
+    return seen.added is not None or not seen.plan.model.added_tokens
+
+
 def has_added_tokens(seen: JobInspection) -> bool:
     return seen.added is not None
 

@@ -133,7 +133,7 @@ def check_trained_rows(seen: JobInspection) -> list[Finding]:
         if first == padding_row
         else f"no training record has token {first} before its last one"
     )
-    is_all = plan.method.type is MethodType.TRAINABLE_TOKENS and len(unread) == len(set(written))
+    is_all = plan.method.type is MethodType.TRAINABLE_TOKENS and len(unread) == len(set(written)) and seen.added is None
     left = [token for token in written if token not in unread]
     nothing = "; nothing else is trained, so nothing would be learnt" if is_all else ""
     return [

@@ -50,14 +50,20 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The answer. Raises TrainerError, MergeError, OSError."""
     if arguments.order == "look":
-        return inspect_run(run_context(arguments)).document()
+        return inspect_run(_context(arguments)).document()
     if arguments.order == "checkpoints":
         return _answer(checkpoint_difference(arguments.expected, arguments.found))
     if arguments.order == "merged":
-        context = run_context(arguments)
+        context = _context(arguments)
         return _answer(merged_difference(context.output.merged, arguments.found, _merged_checksums(context)))
     names = sorted(read_json(arguments.found / MANIFEST_FILE)["files"])
     return _answer(results_difference(arguments.expected, arguments.found, names))
+
+
+def _context(arguments: argparse.Namespace) -> RunContext:
+    """A run may have ended before preflight had made the base with its added tokens."""
+    context = run_context(arguments)
+    return context.with_trained_rows() if context.workspace.added_tokens.is_file() else context
 
 
 def _merged_checksums(context: RunContext) -> dict[str, str]:

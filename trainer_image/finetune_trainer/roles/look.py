@@ -182,10 +182,11 @@ def _tokenizer(
     try:
         if settings.format is DataFormat.CHAT:
             import_renderer()
-        known = known_token(added, FileTokenizer(Path(directory)).vocabulary()) if added else None
+        plain = FileTokenizer(Path(directory))
+        known = known_token(added, plain.vocabulary(), plain)
         if known is not None:
             return None, "The tokenizer cannot be used, as is said below", [known]
-        tokenizer = FileTokenizer(Path(directory), added)
+        tokenizer = FileTokenizer(Path(directory), added) if added else plain
     except ModuleNotFoundError as error:
         return None, f"The tokenizer cannot be read without {error.name}, which is not installed", []
     except (TokenizerFilesError, OSError) as error:

@@ -31,6 +31,7 @@ from finetune_trainer.preflight.added_tokens import add_tokens, check_rows, chec
 from finetune_trainer.preflight.checks import (
     CheckStep,
     JobInspection,
+    base_is_made,
     expressions_compile,
     files_are_whole,
     files_can_be_opened,
@@ -158,7 +159,7 @@ CHECKS: tuple[CheckStep[PreflightInspection], ...] = (
     CheckStep(check_base_name, (files_can_be_opened,)),
     CheckStep(check_tokenizer, (files_can_be_opened,)),
     CheckStep(check_expressions),
-    CheckStep(check_structure, (files_are_whole, expressions_compile)),
+    CheckStep(check_structure, (files_are_whole, base_is_made, expressions_compile)),
     CheckStep(begin_rehearsal),
     CheckStep(check_data),
     CheckStep(check_fit),

@@ -335,7 +335,7 @@ def _accepted(order: _Order) -> _Order | None:
     files = inspect_model_files(order.model, order.plan.model.name)
     findings = list(files.findings)
     if files.digest and order.plan.model.added_tokens:
-        order, found = _with_added_tokens(order, files.digest)
+        order, found = _with_added_tokens(order)
         findings += found
     if files.digest and not findings:
         import_libraries(order.plan)
@@ -349,14 +349,13 @@ def _accepted(order: _Order) -> _Order | None:
     return None if any(finding.severity == "error" for finding in findings) else order
 
 
-def _with_added_tokens(order: _Order, digest: str) -> tuple[_Order, list[Finding]]:
+def _with_added_tokens(order: _Order) -> tuple[_Order, list[Finding]]:
     """With a base that has the job's tokens, which is gone with all else of the rehearsal."""
     target = order.scratch / "base-with-added-tokens"
     wanted = BaseOrder.of(
         order.plan,
         base=order.model,
         root=link_root(order.model),
-        base_digest=digest,
         target=target,
         record=target.with_suffix(".json"),
     )

@@ -17,7 +17,7 @@ from finetune_trainer.ranks.reports import rank_process_name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one rank; the exit code. Raises PlanMismatchError."""
+    """Run one rank; the exit code. Raises PlanMismatchError, ModelError, OSError."""
     # The agent's handlers raise, and are for ranks that it has started.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.output_pipes is not None:
         send_output_to(os.open(arguments.output_pipes / os.environ["LOCAL_RANK"], os.O_WRONLY))
-    context = run_context(arguments)
+    context = run_context(arguments).with_trained_rows()
     keep_bitsandbytes_out(context.plan)
     preload("finetune_trainer.train.rank")
     set_threads()

@@ -42,8 +42,10 @@ class Vocabulary:
     num_rows: int
     embedding: str
     """The end of the input embedding's path, as PEFT names modules."""
+    head: str
+    """The same of the output head."""
     separate_head: str | None
-    """The same of an output head that does not share the embedding's values."""
+    """That, if it does not share the embedding's values."""
 
 
 def vocabulary_of(model: StoredModel, *, is_adapted: bool) -> Vocabulary:
@@ -67,12 +69,14 @@ def vocabulary_of(model: StoredModel, *, is_adapted: bool) -> Vocabulary:
     wrong = next((each for each in held.values() if each.dtype not in TORCH_DTYPES), None)
     if wrong is not None:
         raise UnsupportedBaseError(f"{wrong.path} has the element type {wrong.dtype}, of which there is no mean")
-    heads = [path for path in model.family.ties if path in held and path.endswith(".weight") and model.tie(path) is None]
+    heads = [path for path in model.family.ties if path.endswith(".weight")]
+    separate = [path for path in heads if path in held and model.tie(path) is None]
     return Vocabulary(
         tensors={part.header.name: part.header for each in held.values() for part in each.parts},
         num_rows=held[embedding].shape[0],
         embedding=_module(embedding),
-        separate_head=_module(heads[0]) if heads else None,
+        head=_module(separate[0] if separate else heads[-1]),
+        separate_head=_module(separate[0]) if separate else None,
     )
 
 

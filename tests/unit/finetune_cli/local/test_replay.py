@@ -114,6 +114,35 @@ def test_inputs_are_read_where_they_are_and_a_missing_claim_is_named(tmp_path: P
     assert claims_of_run(run, PLAN, {model: tmp_path / "moved"})[model] == tmp_path / "moved"
 
 
+@pytest.mark.parametrize("may_link", [True, False])
+def test_a_base_with_added_tokens_is_on_the_scratch_claim_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_link: bool
+) -> None:
+    """As the trainer reads it: a directory of files, none of which leads out of its claim."""
+    claims = {use.name: tmp_path / use.name for use in claims_of(PLAN)}
+    workspace = claims[PLAN.workspace.claim] / PLAN.workspace.path
+    (workspace / "base-with-added-tokens/additional_chat_templates").mkdir(parents=True)
+    (workspace / "base-with-added-tokens/model.safetensors").write_text("weights")
+    (workspace / "base-with-added-tokens/additional_chat_templates/tool_use.jinja").write_text("template")
+    (workspace / "added-tokens.json").write_text("{}")
+    for place in claims.values():
+        place.mkdir(exist_ok=True)
+
+    def refuse(*_arguments: object) -> None:
+        raise OSError(18, "another file system")
+
+    if not may_link:
+        monkeypatch.setattr("os.link", refuse)
+    replay = Replay(PLAN, claims, tmp_path / "scratch", Trainer())
+    replay.take_inputs([])
+    taken = replay.workspace.base_with_tokens
+    assert (taken / "model.safetensors").read_text() == "weights"
+    assert (taken / "additional_chat_templates/tool_use.jinja").read_text() == "template"
+    assert (taken / "model.safetensors").samefile(workspace / "base-with-added-tokens/model.safetensors") is may_link
+    assert not taken.is_symlink()
+    assert replay.workspace.added_tokens.read_text() == "{}"
+
+
 def test_roles_run_one_after_the_other_in_a_directory_that_the_trainer_s_process_keeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,19 +16,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import AddedTokenPlan
-from finetune_trainer.added_tokens import BaseOrder, read_added_tokens
+from finetune_trainer.added_tokens import BaseOrder, known_token, read_added_tokens
 from finetune_trainer.data.tokenizer_files import FileTokenizer
 from finetune_trainer.errors import ModelError
 from finetune_trainer.model import base_with_tokens
-from finetune_trainer.model.base_with_tokens import answer, ensure_base_with_tokens
+from finetune_trainer.model.base_with_tokens import answer, make_base_with_tokens
 from finetune_trainer.processes.sandbox import SandboxEndedError
 from tests.support.tiny_model import END, write_tiny_llama
 
 TOKENS = tuple(AddedTokenPlan(content=content, special=special) for content, special in (("<|tool|>", True), ("<step>", False)))
+OTHER_WEIGHTS = ("pytorch_model.bin", "tf_model.h5", "flax_model.msgpack", "rust_model.ot", "model.onnx", "base.gguf")
 FINDINGS = TypeAdapter(list[Finding])
 
 
-def order(tmp_path: Path, tokens: tuple[AddedTokenPlan, ...] = TOKENS, digest: str = "base", **changes: Any) -> BaseOrder:
+def order(tmp_path: Path, tokens: tuple[AddedTokenPlan, ...] = TOKENS, **changes: Any) -> BaseOrder:
     base = tmp_path / "base"
     if not base.exists():
         write_tiny_llama(base, **changes)
@@ -36,7 +37,6 @@ def order(tmp_path: Path, tokens: tuple[AddedTokenPlan, ...] = TOKENS, digest: s
     return BaseOrder(
         base=base,
         root=base,
-        base_digest=digest,
         tokens=tokens,
         allow_remote_code=False,
         trains_adapter=True,
@@ -51,12 +51,13 @@ def test_any_program_can_load_it(tmp_path: Path) -> None:
     work = order(tmp_path, many)
     (work.base / "LICENSE").write_text("terms")
     (work.base / "generation_config.json").write_text('{"eos_token_id": 256}')
-    (work.base / "pytorch_model.bin").write_text("a pickle")
+    for name in OTHER_WEIGHTS:
+        (work.base / name).write_text("the base's weights in another form")
     (work.base / ".hidden").write_text("")
-    assert ensure_base_with_tokens(work) == []
+    assert make_base_with_tokens(work) == []
     names = {path.name for path in work.target.iterdir()}
     assert names >= {"LICENSE", "generation_config.json", "config.json", "model.safetensors", "tokenizer.json"}
-    assert names.isdisjoint({"pytorch_model.bin", ".hidden"})
+    assert names.isdisjoint({*OTHER_WEIGHTS, ".hidden"})
     tokenizer, before = AutoTokenizer.from_pretrained(work.target), AutoTokenizer.from_pretrained(work.base)
     assert tokenizer("a<|tool|>b<step>", add_special_tokens=False)["input_ids"] == [
         *before("a", add_special_tokens=False)["input_ids"],
@@ -77,30 +78,46 @@ def test_any_program_can_load_it(tmp_path: Path) -> None:
 
 def test_rows_to_spare_are_taken_first(tmp_path: Path) -> None:
     work = order(tmp_path, tie_word_embeddings=True)
-    assert ensure_base_with_tokens(work) == []
+    assert make_base_with_tokens(work) == []
     made = read_added_tokens(work.record)
     assert made is not None
     assert (made.ids, made.num_rows, made.has_more_rows, made.separate_head) == ((257, 258), 264, False, None)
     assert AutoConfig.from_pretrained(work.target).vocab_size == 264
 
 
-def test_it_is_made_once_for_the_same_base_and_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changed", ["weights", "generation_config.json", "tokenizer.json"])
+def test_what_an_earlier_preflight_made_is_made_again(tmp_path: Path, changed: str) -> None:
+    """Of a base that has been changed since, in whatever file, and of other tokens; of the same it is the same."""
     work = order(tmp_path)
-    ensure_base_with_tokens(work)
-    (work.target / "first").touch()
-    assert ensure_base_with_tokens(work) == []
-    assert (work.target / "first").exists()
-    ensure_base_with_tokens(order(tmp_path, TOKENS[:1]))
-    assert len(AutoTokenizer.from_pretrained(work.target)) == 258
-    (work.target / "second").touch()
-    ensure_base_with_tokens(order(tmp_path, TOKENS[:1], digest="another base"))
-    assert not (work.target / "second").exists()
+    make_base_with_tokens(work)
+    first = {path.name: path.read_bytes() for path in work.target.iterdir()}
+    make_base_with_tokens(work)
+    assert {path.name: path.read_bytes() for path in work.target.iterdir()} == first
+    if changed == "weights":
+        write_tiny_llama(tmp_path / "other", initializer_range=0.5)
+        (tmp_path / "other/model.safetensors").replace(work.base / "model.safetensors")
+    elif changed == "tokenizer.json":
+        tokenizer = AutoTokenizer.from_pretrained(work.base)
+        tokenizer.add_tokens(["known"])
+        tokenizer.save_pretrained(work.base)
+    else:
+        (work.base / changed).write_text('{"eos_token_id": [5, 256]}')
+    assert make_base_with_tokens(work) == []
+    found = AutoModelForCausalLM.from_pretrained(work.target)
+    rows = AutoModelForCausalLM.from_pretrained(work.base).get_input_embeddings().weight[:257]
+    assert torch.equal(found.get_input_embeddings().weight[:257], rows)
+    assert AutoTokenizer.from_pretrained(work.target).convert_tokens_to_ids("<|tool|>") == (
+        258 if changed == "tokenizer.json" else 257
+    )
+    assert found.generation_config.eos_token_id == ([5, 256] if changed == "generation_config.json" else 256)
+    make_base_with_tokens(order(tmp_path, TOKENS[:1]))
+    assert "<step>" not in AutoTokenizer.from_pretrained(work.target).get_vocab()
 
 
-@pytest.mark.parametrize("damage", ["record", "directory", "nonsense", "link"])
+@pytest.mark.parametrize("damage", ["record", "directory", "nonsense", "link", "link and record", "pipe", "folder", "huge"])
 def test_what_is_not_whole_is_made_again(tmp_path: Path, damage: str) -> None:
     work = order(tmp_path)
-    ensure_base_with_tokens(work)
+    make_base_with_tokens(work)
     content = work.record.read_bytes()
     if damage == "record":
         work.record.unlink()
@@ -111,34 +128,45 @@ def test_what_is_not_whole_is_made_again(tmp_path: Path, damage: str) -> None:
         work.record.write_text('{"ids": "many"}')
         with pytest.raises(ModelError, match=r"is not what preflight writes about spec\.model\.addedTokens"):
             read_added_tokens(work.record)
-    else:
+    elif damage in ("pipe", "folder", "huge"):
         work.record.unlink()
+        if damage == "pipe":
+            os.mkfifo(work.record)
+        elif damage == "folder":
+            (work.record / "inside").mkdir(parents=True)
+        else:
+            work.record.write_bytes(b" " * ((1 << 20) + 1))
+    else:
+        if damage == "link":
+            work.record.unlink()
         outside = tmp_path / "outside"
         outside.mkdir()
         (outside / "kept").write_text("kept")
         work.target.rename(tmp_path / "away")
         work.target.symlink_to(outside)
-    assert ensure_base_with_tokens(work) == []
+    assert make_base_with_tokens(work) == []
     assert work.record.read_bytes() == content
     AutoModelForCausalLM.from_pretrained(work.target)
-    if damage == "link":
+    assert not work.target.is_symlink()
+    if damage.startswith("link"):
         assert (tmp_path / "outside" / "kept").read_text() == "kept"
 
 
 def test_a_process_that_is_killed_leaves_no_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = order(tmp_path)
+    make_base_with_tokens(work)
 
     def ends(*_arguments: Any, **_named: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(base_with_tokens, "write_durably", ends)
     with pytest.raises(KeyboardInterrupt):
-        ensure_base_with_tokens(work)
+        make_base_with_tokens(work)
     assert read_added_tokens(work.record) is None
     leftover = work.target.with_name("made.tmp-123")
     leftover.mkdir()
     monkeypatch.undo()
-    assert ensure_base_with_tokens(work) == []
+    assert make_base_with_tokens(work) == []
     assert not leftover.exists()
     assert read_added_tokens(work.record) is not None
 
@@ -148,7 +176,7 @@ def test_a_full_disk_is_told_before_and_after(tmp_path: Path, monkeypatch: pytes
     real = os.statvfs(tmp_path)
     full = os.statvfs_result((*real[:3], 0, 0, *real[5:]))
     monkeypatch.setattr(os, "statvfs", lambda _path: full)
-    (found,) = ensure_base_with_tokens(work)
+    (found,) = make_base_with_tokens(work)
     assert (found.rule, found.field) == ("claim-too-small", "spec.workspace")
     assert "needs 0.0 GB, 0.0 GB are free" in found.message
     monkeypatch.undo()
@@ -176,14 +204,14 @@ def test_a_link_out_of_the_base_is_not_followed(tmp_path: Path) -> None:
     secret.write_text("secret")
     (work.base / "notes.txt").symlink_to(secret)
     with pytest.raises(OSError, match="which is outside"):
-        ensure_base_with_tokens(work)
+        make_base_with_tokens(work)
     assert not work.target.exists()
 
 
 def test_first_records_are_read_with_the_same_tokens(tmp_path: Path) -> None:
     """By the tokenizer's file alone, as `finetune data` reads it."""
     work = order(tmp_path)
-    ensure_base_with_tokens(work)
+    make_base_with_tokens(work)
     text = "a<|tool|>b <step>c"
     quick = FileTokenizer(work.base, TOKENS)
     assert quick(text)["input_ids"] == AutoTokenizer.from_pretrained(work.target)(text)["input_ids"]
@@ -192,19 +220,47 @@ def test_first_records_are_read_with_the_same_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "stops"),
-    [({"eos_token_id": 256, "top_p": 0.5}, [256, 257]), ({"eos_token_id": [3, 256]}, [3, 256, 257]), (None, [256, 257])],
+    ("settings", "configured", "stops"),
+    [
+        ({"eos_token_id": 256, "top_p": 0.5}, 5, [256, 257]),
+        ({"eos_token_id": [3, 256]}, 5, [3, 256, 257]),
+        ({"eos_token_id": None}, 5, [5, 257]),
+        ({"top_p": 0.5}, 5, [5, 257]),
+        (None, 5, [5, 257]),
+        (None, None, [256, 257]),
+    ],
 )
-def test_generation_stops_at_a_token_that_ends_turns(tmp_path: Path, settings: dict[str, Any] | None, stops: list[int]) -> None:
+def test_generation_stops_at_a_token_that_ends_turns(
+    tmp_path: Path, settings: dict[str, Any] | None, configured: int | None, stops: list[int]
+) -> None:
+    """And where it did before: as one file or the other says, or else at the tokenizer's end."""
     tokens = (AddedTokenPlan(content="<|end|of|turn|>", stop=True), AddedTokenPlan(content="<|tool|>"))
     work = order(tmp_path, tokens)
     (work.base / "generation_config.json").unlink()
+    config = json.loads((work.base / "config.json").read_text())
+    (work.base / "config.json").write_text(json.dumps({**config, "eos_token_id": configured}))
     if settings is not None:
         (work.base / "generation_config.json").write_text(json.dumps(settings))
-    assert ensure_base_with_tokens(work) == []
+    assert make_base_with_tokens(work) == []
     written = json.loads((work.target / "generation_config.json").read_text())
     assert written == {**(settings or {}), "eos_token_id": stops}
     assert AutoModelForCausalLM.from_pretrained(work.target).generation_config.eos_token_id == stops
+
+
+@pytest.mark.parametrize(("content", "number"), [(" ", 220), ("\n", 198), ("a", 64), ("日", None), (" a", None)])
+def test_a_token_that_the_vocabulary_writes_otherwise_is_known(tmp_path: Path, content: str, number: int | None) -> None:
+    """94 visible bytes of ASCII and 94 more have their own symbols, then come the others: the space is byte 32, a new line 10."""
+    tokens = (AddedTokenPlan(content="<step>"), AddedTokenPlan(content=content))
+    work = order(tmp_path, tokens)
+    found = make_base_with_tokens(work)
+    assert [each.rule for each in found] == ([] if number is None else ["added-token-known"])
+    base = FileTokenizer(work.base)
+    for tokenizer in (base, AutoTokenizer.from_pretrained(work.base)):
+        known = known_token(tokens, base.vocabulary(), tokenizer)
+        assert (known is None) is (number is None)
+        if known is not None:
+            assert known.message == f"the tokenizer has {content!r} already, as {number} (1 such tokens)"
+            assert known.changes[0].value == [{"content": "<step>"}]
 
 
 def rewritten_vocabulary(base: Path, change: Any) -> None:
@@ -219,7 +275,7 @@ def test_a_vocabulary_with_a_gap_gives_no_token_the_id_of_another(tmp_path: Path
     work = order(tmp_path)
     rewritten_vocabulary(work.base, lambda vocabulary: vocabulary.update({END: 256, "zz": 258}))
     assert sorted(AutoTokenizer.from_pretrained(work.base).get_vocab().values())[-2:] == [256, 258]
-    (found,) = ensure_base_with_tokens(work)
+    (found,) = make_base_with_tokens(work)
     assert (found.rule, found.value) == ("added-token-not-kept", "<|tool|>")
     assert not work.target.exists()
 
@@ -228,7 +284,7 @@ def test_a_vocabulary_of_a_usual_size_takes_seconds(tmp_path: Path) -> None:
     work, words = order(tmp_path, vocab_size=50_300), {f"w{each}": each for each in range(257, 50_000)}
     rewritten_vocabulary(work.base, lambda vocabulary: vocabulary.update({END: 256, **words}))
     began = time.process_time()
-    assert ensure_base_with_tokens(work) == []
+    assert make_base_with_tokens(work) == []
     # Seconds; each token looked up in a vocabulary of its own would take an hour.
     assert time.process_time() - began < 60
     made = read_added_tokens(work.record)
@@ -241,5 +297,5 @@ def test_a_tokenizer_that_never_loads_is_told(tmp_path: Path, monkeypatch: pytes
         raise SandboxEndedError("takes more than 300 s of CPU time")
 
     monkeypatch.setattr(base_with_tokens, "run_sandboxed", ends)
-    (found,) = ensure_base_with_tokens(order(tmp_path))
+    (found,) = make_base_with_tokens(order(tmp_path))
     assert (found.rule, found.message) == ("tokenizer-unusable", "loading the tokenizer takes more than 300 s of CPU time")

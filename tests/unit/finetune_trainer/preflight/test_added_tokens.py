@@ -107,6 +107,19 @@ def test_a_base_without_known_rows_is_refused(context: Any, model: Path) -> None
     assert "lm_head.bias has a value for each token" in found.message
 
 
+@pytest.mark.usefixtures("records")
+def test_what_is_refused_leaves_no_base_behind_and_no_other_finding(context: Any) -> None:
+    """Neither where the tokens are refused, so that there is no base to look at, nor where something else is."""
+    end = json.loads((context().source_model / "tokenizer_config.json").read_text())["eos_token"]
+    job = context({"model.addedTokens": [TOOL, {"content": end}]})
+    assert [found.rule for found in run(job).findings] == ["added-token-known"]
+    assert not job.workspace.base_with_tokens.exists()
+    job = context(ADDED | {"method.lora.targetModules": ["no_such_module"]})
+    assert run(job).outcome is Outcome.REFUSED
+    assert not job.workspace.base_with_tokens.exists()
+    assert not job.workspace.added_tokens.exists()
+
+
 def test_a_tokenizer_that_does_not_keep_a_token_is_refused(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that writes its files without what was added."""
     monkeypatch.setattr(PreTrainedTokenizerFast, "add_tokens", lambda *_arguments, **_named: 0)
@@ -143,6 +156,68 @@ def test_embeddings_that_the_method_leaves_alone_are_named(context: Any) -> None
     ]
     changes["method"]["settings"]["modulesToSave"] = ["lm_head", "embed_tokens"]
     assert "added-tokens-untrained" not in findings(context, changes)
+
+
+@pytest.mark.usefixtures("records")
+@pytest.mark.parametrize(
+    ("tied", "lora", "message", "field", "value"),
+    [
+        (True, {"modulesToSave": ["embed_tokens"]}, "no row of lm_head,", "modulesToSave", ["embed_tokens", "lm_head"]),
+        (True, {"modulesToSave": ["lm_head"]}, "no row of embed_tokens,", "modulesToSave", ["lm_head", "embed_tokens"]),
+        (True, {"targetModules": ["q_proj", "lm_head"]}, "the adapter of lm_head", "targetModules", ["q_proj"]),
+        (True, {"targetModules": ["model.embed_tokens", "q_proj"]}, "the adapter of embed_tokens", "targetModules", ["q_proj"]),
+        (False, {"targetModules": ["q_proj", "embed_tokens"]}, "the adapter of embed_tokens", "targetModules", ["q_proj"]),
+        (False, {"targetModules": ["embed_tokens", "lm_head"]}, "embed_tokens and lm_head would", "targetModules", None),
+        (False, {"modulesToSave": ["lm_head"], "targetModules": ["embed_tokens"]}, "of embed_tokens", "targetModules", None),
+    ],
+)
+def test_rows_that_no_adapter_holds_are_refused(
+    context: Any, model: Path, tied: bool, lora: dict[str, Any], message: str, field: str, value: list[str] | None
+) -> None:
+    """A head that shares the embedding's values loses them where one of the two is saved; LoRA of rows holds differences."""
+    if tied:
+        tie(model)
+    changes = ADDED | {f"method.lora.{name}": names for name, names in lora.items()}
+    found = findings(context, changes)["added-tokens-untrained"]
+    assert (found.severity, found.field) == ("error", "spec.model.addedTokens")
+    assert message in found.message
+    assert [(change.field, change.value) for change in found.changes] == [(f"spec.method.lora.{field}", value)]
+    applied = changes | {change.field.removeprefix("spec."): change.value for change in found.changes}
+    assert not {rule for rule, each in findings(context, applied).items() if each.severity == "error"}
+
+
+@pytest.mark.usefixtures("records")
+def test_a_token_on_the_row_of_padding_is_refused(context: Any, model: Path) -> None:
+    """A base may have padding of which its tokenizer knows nothing; torch gives that row no gradient where it is read."""
+    known = max(PreTrainedTokenizerFast.from_pretrained(model).get_vocab().values())
+    config = json.loads((model / "config.json").read_text())
+    for padding, expected in ((known + 2, "<step>"), (known, None)):
+        (model / "config.json").write_text(json.dumps({**config, "pad_token_id": padding}))
+        found = findings(context, ADDED).get("added-tokens-untrained")
+        assert (found and found.value) == expected
+        if found is not None:
+            assert found.severity == "error"
+            assert f"'<step>' is token {padding}, pad_token_id in config.json" in found.message
+
+
+def tie(model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tied = AutoModelForCausalLM.from_pretrained(model)
+    tied.lm_head.weight = tied.get_input_embeddings().weight
+    tied.config.tie_word_embeddings = True
+    for path in model.glob("*.safetensors*"):
+        path.unlink()
+    tied.save_pretrained(model)
+
+
+def test_a_base_whose_files_are_not_all_named_is_refused(context: Any, model: Path) -> None:
+    index = json.loads((model / "model.safetensors.index.json").read_text())
+    last = max(index["weight_map"].values())
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != last}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = findings(context, ADDED)["added-tokens-without-rows"]
+    assert "is not among them. Fetch the model again." in found.message
 
 
 @pytest.mark.parametrize(
@@ -222,12 +297,12 @@ def test_the_tokens_of_the_page_are_added(context: Any) -> None:
 
 def made(head: str | None) -> AddedTokens:
     return AddedTokens(
-        base_digest="",
         tokens=tuple(AddedTokenPlan(**each) for each in (TOOL, STEP)),
         ids=(300, 299),
         num_rows=301,
         has_more_rows=True,
         embedding="embed_tokens",
+        head="lm_head",
         separate_head=head,
     )
 
@@ -240,6 +315,7 @@ def made(head: str | None) -> AddedTokens:
         ({}, "lm_head", (299, 300), {"embed_tokens": (299, 300), "lm_head": (299, 300)}),
         ({"trainableTokenIndices": [5]}, "lm_head", (5, 299, 300), {"embed_tokens": (5, 299, 300), "lm_head": (299, 300)}),
         ({"modulesToSave": ["lm_head"]}, "lm_head", (299, 300), {}),
+        ({"modulesToSave": ["lm_head"]}, None, (), {}),
         ({"modulesToSave": ["model.embed_tokens"]}, "lm_head", (), {"lm_head": (299, 300)}),
         ({"targetModules": ["embed_tokens", "q_proj"]}, None, (), {}),
         ({"modulesToSave": ["embed_tokens", "lm_head"]}, "lm_head", (), {}),

@@ -12,9 +12,14 @@ import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from finetune_job.failures import Outcome
+from finetune_job.failures import EXIT_CODES, FailureClass, Outcome
 from finetune_job.plan.digest import canonical_json
+from finetune_trainer.__main__ import main
+from finetune_trainer.added_tokens import read_added_tokens
 from finetune_trainer.context import RunContext, read_plan
+from finetune_trainer.errors import ModelError
+from finetune_trainer.inspection.report import read_report
+from finetune_trainer.roles import audit
 from finetune_trainer.roles.merge import merge
 from finetune_trainer.roles.preflight import run
 from tests.support import quickstart
@@ -51,6 +56,12 @@ def job(root: Path, *, tied: bool, num_ranks: int = 1, dtype: torch.dtype = torc
 def trained(context: RunContext) -> None:
     assert run_gang(context) == [0] * context.plan.parallelism.world_size
     assert merge(context).outcome is Outcome.SUCCEEDED
+
+
+def arguments_of(context: RunContext) -> list[str]:
+    plan = context.claims_root / "plan.json"
+    given = {"--plan": plan, "--plan-sha256": context.plan_sha256, "--claims-root": context.claims_root}
+    return [str(part) for pair in given.items() for part in pair]
 
 
 def by_hand(context: RunContext) -> dict[str, torch.Tensor]:
@@ -131,3 +142,37 @@ def test_a_killed_gang_ends_with_the_same_bytes(tmp_path: Path) -> None:
     assert run_gang(killed) == [0, 0]
     name = "adapter_model.safetensors"
     assert (killed.workspace.adapter / name).read_bytes() == (undisturbed.workspace.adapter / name).read_bytes()
+
+
+@pytest.mark.parametrize("record", ["of another base", "nonsense"])
+def test_another_preflight_knows_nothing_of_the_rows_of_an_earlier_one(tmp_path: Path, record: str) -> None:
+    """As a process, which begins with what is on the workspace."""
+    context = job(tmp_path, tied=False)
+    if record == "nonsense":
+        context.workspace.added_tokens.write_text("[]")
+    base = AutoTokenizer.from_pretrained(context.source_model)
+    base.add_tokens(["known"])
+    base.save_pretrained(context.source_model)
+    log = tmp_path / "log"
+    assert main(["preflight", *arguments_of(context), "--termination-log", str(log)]) == 0
+    added = read_added_tokens(context.workspace.added_tokens)
+    report = read_report(context.workspace.model_report)
+    assert added is not None
+    assert report is not None
+    assert added.ids == tuple(range(258, 268))
+    assert [choice.value for choice in report.batches if choice.field.endswith("trainableTokenIndices")] == [list(added.ids)]
+    assert {shape[0] for name, shape in report.trainable.items() if "tokens_delta" in name} == {10}
+
+
+def test_nothing_is_trained_without_the_ids_of_added_tokens(tmp_path: Path) -> None:
+    """LoRA of the layers alone would be trained, and look like a success."""
+    context = job(tmp_path, tied=False)
+    record = context.workspace.added_tokens
+    record.unlink()
+    with pytest.raises(ModelError, match=r"is gone, which says what ids the tokens of spec\.model\.addedTokens have"):
+        context.with_trained_rows()
+    log = tmp_path / "log"
+    assert main(["train", *arguments_of(context), "--termination-log", str(log)]) == EXIT_CODES[FailureClass.USER_MODEL]
+    assert str(record) in json.loads(log.read_text())["message"]
+    # What looks at a run that was interrupted before it has them does without.
+    assert audit.main(["look", *arguments_of(context)]) == 0
