@@ -139,7 +139,7 @@ def added_token_repeated(context: RuleContext) -> Problem | None:
 
 @rule(
     "added-tokens-untrained",
-    "Rows of added tokens are trained",
+    "Rows of added tokens are trained, and an adapter holds them as they are",
     reads=(ADDED, "method.type", "method.settings"),
     sources=("peft: the tuners, which freeze all that they do not adapt", "transformers: resize_token_embeddings"),
     reproduction=Reproduction(

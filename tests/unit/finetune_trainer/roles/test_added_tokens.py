@@ -116,7 +116,7 @@ def test_card_and_adapter_say_how_to_load_them(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(input_ids=ids).logits, merged(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["QLoRA", "DoRA", "Full", "TrainableTokens"])
+@pytest.mark.parametrize("method", ["QLoRA", pytest.param("DoRA", marks=pytest.mark.nightly), "Full", "TrainableTokens"])
 def test_other_methods_add_them_too(tmp_path: Path, method: str) -> None:
     """On two ranks, in the type that models are published in."""
     of_method: dict[str, Any] = {"type": method}
