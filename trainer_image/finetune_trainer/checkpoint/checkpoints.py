@@ -51,7 +51,12 @@ class Checkpoints:
         self._plan = context.plan.checkpoint
         self._exports_best = context.plan.evaluation.load_best_model_at_end
         self._workspace, self._root = context.workspace, context.workspace.checkpoints
-        self._origin = Origin(learning_sha256=context.learning_sha256, data_hash=data_hash, first_values=first_values)
+        self._origin = Origin(
+            learning_sha256=context.learning_sha256,
+            data_hash=data_hash,
+            first_values=first_values,
+            added_tokens=[token.content for token in context.plan.model.added_tokens],
+        )
         self._newest: tuple[Path, Manifest] | None = None
         self._best_step: int | None = None
         self._under_way: PendingSave | None = None

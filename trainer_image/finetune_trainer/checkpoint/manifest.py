@@ -87,6 +87,8 @@ class Origin(ManifestModel):
     data_hash: str
     first_values: str | None = None
     """SHA-256 of what the adapters started with, where that was computed from the base's weights."""
+    added_tokens: list[str] = []
+    """Tokens that the run added to the base, in the order of their rows."""
 
 
 class OptimizerEntry(ManifestModel):
@@ -116,7 +118,7 @@ class Manifest(ManifestModel):
     def encode(self) -> bytes:
         """Canonical JSON with its own digest, so that any changed byte shows."""
         # As in the releases that knew none.
-        left_out = {"origin": {"first_values"}} if self.origin.first_values is None else None
+        left_out = {"origin": {name for name in ("first_values", "added_tokens") if not getattr(self.origin, name)}}
         body = self.model_dump(mode="json", exclude=left_out)
         return _canonical({**body, "sha256": _digest(body)})
 

@@ -6,7 +6,7 @@ the same ones. The base model itself is not in a checkpoint: that both jobs have
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from finetune_trainer.checkpoint.manifest import Manifest
@@ -31,11 +31,15 @@ def start_directory(context: RunContext) -> Path | None:
 
 
 def start_problem(
-    directory: Path, manifest: Manifest, trained: Mapping[str, tuple[int, ...]], first_values: str | None = None
+    directory: Path,
+    manifest: Manifest,
+    trained: Mapping[str, tuple[int, ...]],
+    first_values: str | None = None,
+    added_tokens: Sequence[str] | None = None,
 ) -> str:
     """Why a run that trains parameters of these names and shapes cannot begin with it; empty if it can.
 
-    first_values: as in Origin; None: not known yet, or there are none.
+    first_values, added_tokens: as in Origin; None: not known yet, or there are none.
     """
     stored = {entry.name: tuple(entry.shape) for file in manifest.files for entry in file.pieces}
     other = sorted(stored.keys() ^ trained.keys())
@@ -47,4 +51,7 @@ def start_problem(
             return f"{directory} is of another model or rank: {name} has shape {list(stored[name])} there, {list(shape)} here"
     if first_values is not None and manifest.origin.first_values != first_values:
         return f"{directory} was trained from other first values of the base model, which it does not hold"
+    if added_tokens is not None and manifest.origin.added_tokens != [*added_tokens]:
+        there, here = (", ".join(tokens) or "none" for tokens in (manifest.origin.added_tokens, added_tokens))
+        return f"{directory} holds rows of other added tokens, or in another order: {there[:200]}; here {here[:200]}"
     return ""

@@ -101,7 +101,8 @@ def check_start(seen: JobInspection) -> Iterable[Finding]:
         manifest = read_manifest(directory, None)
         for entry in manifest.files:
             verify_file(directory, entry)
-        problem = start_problem(directory, manifest, seen.known_structure.trainable)
+        added = [token.content for token in seen.context.plan.model.added_tokens]
+        problem = start_problem(directory, manifest, seen.known_structure.trainable, added_tokens=added)
     except (CheckpointError, OSError) as error:
         problem = str(error)
     if not problem:

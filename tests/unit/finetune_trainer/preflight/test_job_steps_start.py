@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from finetune_job.plan.run_plan import AddedTokenPlan
 from finetune_trainer.checkpoint.manifest import MANIFEST
 from finetune_trainer.preflight.checks import JobInspection
 from finetune_trainer.preflight.job_steps import check_start
@@ -19,9 +22,11 @@ STEP = 7
 PLACE = "other/checkpoints/step-0000000007"
 
 
-def started(tmp_path: Path, place: str = PLACE) -> tuple[OneRank, JobInspection, dict[str, tuple[int, ...]]]:
+def started(
+    tmp_path: Path, place: str = PLACE, **changes: dict[str, Any]
+) -> tuple[OneRank, JobInspection, dict[str, tuple[int, ...]]]:
     """A run with a checkpoint, and a job that is to begin with it, on the same claim."""
-    other = OneRank(tmp_path / "made")
+    other = OneRank(tmp_path / "made", **changes)
     other.checkpoints.save(STEP, STATE)
     context = run_context(tmp_path, tiny_spec(training={"startFrom": place}))
     root = context.claims_root / context.plan.workspace.claim
@@ -87,3 +92,26 @@ def test_a_checkpoint_that_cannot_be_started_from_is_refused(tmp_path: Path, fau
     assert finding.value == PLACE
     assert expected in finding.message
     assert "same base model and method" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "is_taken"),
+    [
+        (["<a>", "<b>"], ["<a>", "<b>"], True),
+        (["<b>", "<a>"], ["<a>", "<b>"], False),
+        (["<a>"], [], False),
+        ([], ["<a>"], False),
+    ],
+)
+def test_rows_of_added_tokens_keep_their_meaning(tmp_path: Path, there: list[str], here: list[str], is_taken: bool) -> None:
+    """Rows have the same shapes whatever their tokens are."""
+    _, seen, _ = started(tmp_path, **({"model": {"addedTokens": [{"content": each} for each in there]}} if there else {}))
+    origin = json.loads((directory_of(seen) / MANIFEST).read_text())["origin"]
+    assert origin.get("added_tokens", []) == there
+    assert ("added_tokens" in origin) is bool(there), "releases that knew none read what they would have written themselves"
+    tokens = tuple(AddedTokenPlan(content=each) for each in here)
+    model = seen.context.plan.model.model_copy(update={"added_tokens": tokens})
+    seen.context = replace(seen.context, plan=seen.context.plan.model_copy(update={"model": model}))
+    problems = [finding.message for finding in check_start(seen)]
+    assert (problems == []) is is_taken
+    assert is_taken or "holds rows of other added tokens, or in another order" in problems[0]
