@@ -28,6 +28,10 @@ def added_tokens(facts: RunFacts) -> list[str]:
         for token, number in zip(facts.added.tokens, facts.added.ids, strict=True)
     ]
     note = "The tokenizer that comes with the model knows them; the base's does not."
+    stops = [str(number) for token, number in zip(facts.added.tokens, facts.added.ids, strict=True) if token.stop]
+    if stops and facts.layout.has_adapter:
+        # An adapter brings no generation_config.json.
+        note += f" Turns end with {' or '.join(stops)}: with the adapter, add it to the `eos_token_id` that `generate` is given."
     return [*table(("token", "id", "special"), rows), "", note]
 
 

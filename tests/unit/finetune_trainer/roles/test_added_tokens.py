@@ -26,7 +26,7 @@ from tests.support import quickstart
 from tests.support.forked_ranks import Fault, run_gang
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
 
-TOKENS = [{"content": f"<|{number}|>", "special": number % 2 == 0} for number in range(10)]
+TOKENS = [{"content": f"<|{number}|>", "special": number % 2 == 0, "stop": number == 8} for number in range(10)]
 """257 tokens and these are more than the 264 rows of the tiny model."""
 
 
@@ -105,6 +105,8 @@ def test_card_and_adapter_say_how_to_load_them(tmp_path: Path) -> None:
     card = context.output.model_card.read_text()
     assert "## Added tokens" in card
     assert "| `<\\|3\\|>` | 260 | no |" in card
+    assert "Turns end with 265: with the adapter, add it to the `eos_token_id`" in card
+    assert json.loads((context.output.merged / "generation_config.json").read_text())["eos_token_id"] == [256, 265]
     assert "base.resize_token_embeddings(267)\n" in card
     # The way of the card for a base that the Hub has: the adapter's tokenizer says how many rows there are.
     settings = context.output.adapter / "adapter_config.json"
