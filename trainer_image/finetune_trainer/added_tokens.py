@@ -18,7 +18,7 @@ from finetune_job.finding import Finding
 from finetune_job.method_settings import TARGETS, TRAINED_ROWS_SETTING
 from finetune_job.plan.run_plan import AddedTokenPlan, LoraPlan, RunPlan
 from finetune_trainer.errors import ModelError
-from finetune_trainer.files import read_own, remove_tree
+from finetune_trainer.files import TEMPORARY_MARK, read_own, remove_tree
 
 FIELD = "spec.model.addedTokens"
 MOST_RECORD_BYTES = 1 << 20
@@ -84,9 +84,13 @@ def read_added_tokens(path: Path) -> AddedTokens | None:
 
 
 def remove_made(record: Path, target: Path) -> None:
-    """Remove what has these names: the record first, without which the model is not complete. Raises OSError."""
+    """Remove what has these names: the record first, without which the model is not complete; and what a process that was killed
+    had made of it. Raises OSError.
+    """
     remove_tree(record)
     remove_tree(target)
+    for leftover in target.parent.glob(f"{target.name}{TEMPORARY_MARK}*"):
+        remove_tree(leftover)
 
 
 def known_token(tokens: Sequence[AddedTokenPlan], vocabulary: Mapping[str, int], tokenizer: Any) -> Finding | None:

@@ -26,7 +26,6 @@ from finetune_trainer.data.render_chat import Tokenizer
 from finetune_trainer.data.tokenizer import generation_stops, load_tokenizer, unusable
 from finetune_trainer.errors import NO_SPACE
 from finetune_trainer.files import (
-    TEMPORARY_MARK,
     copy_within,
     publish_directory,
     sync_directory,
@@ -74,8 +73,6 @@ def make_base_with_tokens(order: BaseOrder) -> list[Finding]:
     Raises OSError.
     """
     remove_made(order.record, order.target)
-    for leftover in order.target.parent.glob(f"{order.target.name}{TEMPORARY_MARK}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
     order.target.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(order.target)
     temporary.mkdir()

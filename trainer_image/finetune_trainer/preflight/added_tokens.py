@@ -19,7 +19,7 @@ from finetune_trainer.data.shards import TRAIN, TokenShards, map_tables
 from finetune_trainer.files import link_root
 from finetune_trainer.preflight.checks import JobInspection, nothing_refused
 from finetune_trainer.preflight.model_process import ModelCheckError, ModuleWork, answer_of
-from finetune_trainer.processes.child import fork_answering, parse_answer
+from finetune_trainer.processes.child import Child, fork_answering, parse_answer
 from finetune_trainer.processes.start import torch_is_kept_out
 
 log = logging.getLogger(__name__)
@@ -66,19 +66,24 @@ def _remove_if_refused(seen: JobInspection, order: BaseOrder) -> None:
 
 def make_base(order: BaseOrder) -> tuple[list[Finding], AddedTokens | None]:
     """Why it cannot be made; or nothing, and what was made. Raises ModelCheckError, OSError."""
-    what = "adds tokens to the base model"
-    if torch_is_kept_out():
-        work = ModuleWork("finetune_trainer.model.base_with_tokens", (), order.model_dump_json().encode())
-        answered = answer_of(work.start(), what, _FIX)
-    else:
-        from finetune_trainer.model.base_with_tokens import answer
-
-        answered = answer_of(fork_answering(lambda: answer(order), ANSWER_BYTES), what, _FIX)
+    try:
+        answered = answer_of(_start(order), "adds tokens to the base model", _FIX)
+    except ModelCheckError:
+        remove_made(order.record, order.target)  # of a process that was killed as much as it had written
+        raise
     try:
         found = parse_answer(answered, _FINDINGS)
     except ValueError as error:
         raise ModelCheckError("the process that adds tokens answered with something else than findings", _FIX) from error
     return found, None if found else read_added_tokens(order.record)
+
+
+def _start(order: BaseOrder) -> Child:
+    if torch_is_kept_out():
+        return ModuleWork("finetune_trainer.model.base_with_tokens", (), order.model_dump_json().encode()).start()
+    from finetune_trainer.model.base_with_tokens import answer
+
+    return fork_answering(lambda: answer(order), ANSWER_BYTES)
 
 
 def chosen_rows(seen: JobInspection) -> Iterable[Choice]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from finetune_job.failures import Outcome
 from finetune_job.plan.run_plan import AddedTokenPlan
 from finetune_trainer.added_tokens import AddedTokens, read_added_tokens, with_trained_rows
 from finetune_trainer.inspection.report import read_report
+from finetune_trainer.model import base_with_tokens
 from finetune_trainer.preflight import added_tokens
 from finetune_trainer.preflight.model_process import ModelCheckError, ModelCheckKilledError
 from finetune_trainer.processes.child import ChildEnd
@@ -218,6 +221,19 @@ def test_a_base_whose_files_are_not_all_named_is_refused(context: Any, model: Pa
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     found = findings(context, ADDED)["added-tokens-without-rows"]
     assert "is not among them. Fetch the model again." in found.message
+
+
+def test_a_process_that_is_killed_leaves_nothing(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as for want of memory, half-way through the weights."""
+
+    def killed(*_arguments: Any, **_named: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(base_with_tokens, "write_with_rows", killed)
+    job = context(ADDED)
+    with pytest.raises(ModelCheckKilledError, match=r"adds tokens to the base model was killed \(SIGKILL\)"):
+        run(job)
+    assert [path.name for path in job.workspace.root.iterdir() if "added" in path.name] == []
 
 
 @pytest.mark.parametrize(
