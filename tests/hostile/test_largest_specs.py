@@ -104,6 +104,12 @@ LARGEST: dict[str, Document] = {
         alphaPattern=dict.fromkeys(names(1020, 100), 0),
     ),
     "tokens": others("TrainableTokens", tokenIndices=list(range(1024)), targetModules=names(1024, 240)),
+    "tokens to add": {
+        "model.addedTokens": [
+            {"content": f"{number:03}{chr(0x1F4A5) * 75}", "special": True, "stop": True} for number in range(256)
+        ]
+    },
+    "tokens to add, all alike": {"model.addedTokens": [{"content": chr(0x1F4A5) * 78}] * 256},
     "as many values as may be": others("LoHa", **{f"k{number}": [[0] * 150, "x" * 3850] for number in range(62)}),
     "as many empty lists as may be": others("LoHa", targetModules=[[[[]] * 800] * 11], excludeModules=["x" * 230] * 980),
 }
@@ -175,7 +181,11 @@ def full(random: Random, schema: Document) -> Any:
         case {"type": "boolean"}:
             return True
         case {"type": "array", "items": {"properties": inner}}:
-            return [{name: full(random, inner[name]) for name in ("source", "weight")} for _ in range(schema["maxItems"])]
+            written = [name for name in ("source", "weight", "content", "special", "stop") if name in inner]
+            return [
+                {name: _numbered(full(random, inner[name]), number if name == "content" else None) for name in written}
+                for number in range(schema["maxItems"])
+            ]
         case {"type": "array", "items": items}:
             return [_numbered(full(random, items), number) for number in range(schema["maxItems"])]
         case {"additionalProperties": values}:
@@ -187,8 +197,9 @@ def full(random: Random, schema: Document) -> Any:
             return {f"{random.choice(('targetModules', 'rankPattern', 'k'))}{n or ''}": [letter * 60] * size for n in range(64)}
 
 
-def _numbered(value: Any, number: int) -> Any:
-    return f"{number:04}{value[4:]}" if isinstance(value, str) else value
+def _numbered(value: Any, number: int | None) -> Any:
+    """number: None: values may be alike."""
+    return f"{number:04}{value[4:]}" if isinstance(value, str) and number is not None else value
 
 
 def drawn(random: Random) -> Document:
