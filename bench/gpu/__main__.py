@@ -3,7 +3,7 @@
 A rank of a job as a pod runs it and TRL's SFTTrainer do the same work in processes of their own, one for each GPU that --ranks
 asks for. The model takes 16 GB in the directory for temporary files, or in --models, where the next call finds it. Without a GPU
 it says so and does nothing. `--size tiny` runs the same code on a small model on the CPU, to show that it works; its figures mean
-nothing else. What the planner calculates stands beside what is measured.
+nothing else. What the planner calculates stands next to what is measured.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def keep(record: str, size: str, ranks: int, runs: dict[str, list[dict[str, Any]]]) -> None:
-    """The figures so far, after each run: whoever has lent the device may want it back before the last. What is calculated stands
-    beside them. speed.json in the same folder has figures of kernels, too, and was written by hand.
+    """The figures so far, after each run: a machine with a GPU may be taken away before the last. What is calculated stands next
+    to them. speed.json in the same folder has figures of kernels, too, and was written by hand.
     """
     how = {"size": size, "ranks": ranks, "recomputes": recomputes(size), "torch": torch.__version__}
-    beside = {
+    expected = {
         name: asdict(found) for name, of in runs.items() if of and (found := calculated(name, size, ranks, of[0]["device"]))
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{record}.json").write_text(json.dumps({**how, "calculated": beside, "runs": runs}, indent=2) + "\n")
+    (RESULTS / f"{record}.json").write_text(json.dumps({**how, "calculated": expected, "runs": runs}, indent=2) + "\n")
 
 
 def contender(name: str, directory: Path, size: str, steps: int, *, rank: int = 0, ranks: int) -> subprocess.Popen[bytes]:
@@ -158,7 +158,7 @@ def flops_per_token(size: str, steps: int, ranks: int) -> float:
     return cost.step_flops(sum(lengths), sum(length * length for length in lengths)) / sum(lengths)
 
 
-def line(name: str, found: list[dict[str, Any]], flops: float, ranks: int, beside: Calculated | None) -> str:
+def line(name: str, found: list[dict[str, Any]], flops: float, ranks: int, expected: Calculated | None) -> str:
     """One line for a reader, with the errors of what is calculated."""
     rates = [run["tokens_per_second"] for run in found]
     rate, device = statistics.median(rates), found[0]["device"]
@@ -167,10 +167,10 @@ def line(name: str, found: list[dict[str, Any]], flops: float, ranks: int, besid
     memory = found[0]["peak_memory_bytes"]
     shown = f"{memory / 1e9:.1f} GB" if memory is not None else "not measured"
     pace, planned = "", ""
-    if beside is not None:
-        pace = f", calculated {beside.tokens_per_second:.0f} ({beside.tokens_per_second / rate - 1:+.1%})"
-        error = f" ({beside.peak_memory_bytes / memory - 1:+.1%})" if memory is not None else ""
-        planned = f", planned {beside.peak_memory_bytes / 1e9:.1f} GB{error}"
+    if expected is not None:
+        pace = f", calculated {expected.tokens_per_second:.0f} ({expected.tokens_per_second / rate - 1:+.1%})"
+        error = f" ({expected.peak_memory_bytes / memory - 1:+.1%})" if memory is not None else ""
+        planned = f", planned {expected.peak_memory_bytes / 1e9:.1f} GB{error}"
     return (
         f"{name} on {ranks} x {device}: {rate:.0f} tokens/s ({min(rates):.0f} to {max(rates):.0f}){pace}, MFU {utilisation}, "
         f"peak memory {shown}{planned}, loss {found[-1]['loss']:.4f}"

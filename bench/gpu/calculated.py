@@ -1,4 +1,4 @@
-"""What the planner says of our contenders: tokens per second and memory, to stand beside what a device shows."""
+"""What the planner says of our contenders: tokens per second and memory, to stand next to what a device shows."""
 
 from __future__ import annotations
 

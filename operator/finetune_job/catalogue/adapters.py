@@ -285,7 +285,7 @@ EFFECT_ENTRIES = (
         "added-token-known",
         "error",
         "The tokenizer has a token already that is to be added",
-        "Its row would begin anew, and what the model knows of it would be lost.",
+        "Its row would begin as the mean again, and what the model knows of it would be lost.",
         "Remove it from spec.model.addedTokens; its row is trained if spec.method.lora.trainableTokenIndices names it",
         "tests/unit/finetune_trainer/preflight/test_added_tokens.py::test_a_token_that_the_tokenizer_has_is_refused",
     ),

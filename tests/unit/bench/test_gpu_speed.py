@@ -92,10 +92,10 @@ def test_other_trainers_and_other_devices_have_no_calculation() -> None:
     assert calculated("ours", "8B", 1, "cpu") is None
 
 
-def test_errors_of_the_planner_stand_beside_each_measured_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_planner_stand_next_to_each_measured_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run: dict[str, Any] = {"tokens_per_second": 10_000.0, "loss": 2.0, "peak_memory_bytes": 50 * 10**9, "device": H200}
-    beside = Calculated(11_000.0, 1.5, 48 * 10**9, 0)
-    shown = benchmark.line("ours", [run], 4e10, 1, beside)
+    expected = Calculated(11_000.0, 1.5, 48 * 10**9, 0)
+    shown = benchmark.line("ours", [run], 4e10, 1, expected)
     assert "10000 tokens/s (10000 to 10000), calculated 11000 (+10.0%), MFU 40.4%, " in shown
     assert "peak memory 50.0 GB, planned 48.0 GB (-4.0%), loss 2.0000" in shown
     assert re.search(r"tokens/s \(10000 to 10000\), MFU", benchmark.line("trl", [run], 4e10, 1, None))

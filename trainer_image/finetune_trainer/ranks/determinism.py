@@ -28,7 +28,7 @@ ENVIRONMENT = {
 
 def keep_float32() -> None:
     """Let no product of float32 round its factors to TF32, whatever a variable or a default of torch's says. Any job's rank calls
-    it: whoever sets a type gets that type.
+    it: a type that is set is the type that computes.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

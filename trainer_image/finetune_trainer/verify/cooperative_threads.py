@@ -1,7 +1,7 @@
 """Several computations that need the same weights go through them together: each unit is loaded once for all of them.
 
 Each is a function in a thread of its own that says through `enter` what it needs next, and gives way only there. Functions of one
-group never run at the same time, so that they may share what is not safe among threads; groups run beside each other. Knows
+group never run at the same time, so that they may share what is not safe among threads; groups run at the same time. Knows
 nothing of models.
 
 A plain loop over units would have to know how each architecture hands on what a layer gives: only the library's forward pass

@@ -1,4 +1,4 @@
-"""Which models go through beside each other, and what happens when one turns out to need another way.
+"""Which models go through at the same time, and what happens when one turns out to need another way.
 
 In: what gives logits, and prompts. Out: their files. Knows nothing of weights. Called by logits.py.
 """
@@ -44,7 +44,7 @@ class LogitModels(Protocol):
 def logits_of_each(models: Sequence[LogitModels], prompts: Sequence[Prompt], directory: Path) -> list[dict[str, list[Path]]]:
     """What each of `models` answers, in directories of its own below `directory`. Raises what none of them can fall back from.
 
-    Some go through beside each other. Forward passes of models of one class have always had to bear that (nn.DataParallel); to
+    Some go through at the same time. Forward passes of models of one class have always had to bear that (nn.DataParallel); to
     build models has not, so nothing is built meanwhile.
     """
     answers: dict[int, dict[str, list[Path]]] = {}

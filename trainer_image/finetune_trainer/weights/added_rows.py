@@ -1,6 +1,6 @@
 """A copy of a model's weights in which the embeddings have rows for added tokens.
 
-Files without embeddings are links to the model's own or copies of them, the others are written anew: tensor after tensor, block
+Files without embeddings are links to the model's own or copies of them, the others are written again: tensor after tensor, block
 after block. A new row is the mean of the rows of all known tokens, as transformers' resize_token_embeddings begins them but for
 its noise, so that a token that nobody has learnt is as likely as any other.
 """

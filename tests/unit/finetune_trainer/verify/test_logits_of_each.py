@@ -1,4 +1,4 @@
-"""Models go through beside each other, whole ones alone; what one falls back to is prepared while nothing computes."""
+"""Models go through at the same time, whole ones alone; what one falls back to is prepared while nothing computes."""
 
 from __future__ import annotations
 
