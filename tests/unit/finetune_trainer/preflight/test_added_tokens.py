@@ -19,7 +19,7 @@ from finetune_trainer.inspection.report import read_report
 from finetune_trainer.model import base_with_tokens
 from finetune_trainer.preflight import added_tokens
 from finetune_trainer.preflight.model_process import ModelCheckError, ModelCheckKilledError
-from finetune_trainer.processes.child import ChildEnd
+from finetune_trainer.processes.child import Child, ChildEnd, wait_for_answer
 from finetune_trainer.roles import preflight
 from finetune_trainer.roles.preflight import run
 from tests.support import quickstart
@@ -247,7 +247,11 @@ def test_a_process_that_is_killed_leaves_nothing(context: Any, monkeypatch: pyte
 def test_a_process_that_does_not_answer_is_no_verdict(
     context: Any, monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception], message: str
 ) -> None:
-    monkeypatch.setattr("finetune_trainer.preflight.model_process.wait_for_answer", lambda *_: ChildEnd(code, b"[nonsense"))
+    def answered(child: Child, seconds: float) -> ChildEnd:
+        wait_for_answer(child, seconds)
+        return ChildEnd(code, b"[nonsense")
+
+    monkeypatch.setattr("finetune_trainer.preflight.model_process.wait_for_answer", answered)
     with pytest.raises(error, match=message):
         run(context(ADDED))
 
