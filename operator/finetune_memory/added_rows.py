@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from finetune_job.module_names import OUTPUT_HEADS, names_embedding
+from finetune_job.added_rows import AddedRows, with_added_rows_trained
+from finetune_job.module_names import OUTPUT_HEADS, TOKEN_EMBEDDINGS
 from finetune_job.plan.run_plan import MethodPlan
 from finetune_memory.model_shape import ParameterShape
 
@@ -27,15 +28,12 @@ def _has_row_per_token(parameter: ParameterShape, num_rows: int) -> bool:
 
 
 def with_trained_rows(method: MethodPlan, base: Sequence[ParameterShape], num_rows: int, num_added: int) -> MethodPlan:
-    """The method that trains the rows of added tokens, as the trainer has LoRA do where nothing else trains the embeddings."""
-    lora = method.lora
-    if lora is None or not num_added:
+    """The method that trains the rows of added tokens as the trainer will have it."""
+    ends = [each.module.rpartition(".")[2] for each in base]
+    embedding = next((end for end in ends if end in TOKEN_EMBEDDINGS), None)
+    if embedding is None or not num_added:
         return method
-    taken = (*lora.modules_to_save, *lora.target_modules)
-    added = tuple(range(num_rows, num_rows + num_added))
-    rows = lora.trainable_token_indices
-    if names_embedding(taken) is None:
-        rows = (*rows, *added)
-    heads = {each.module.rpartition(".")[2] for each in base} & set(OUTPUT_HEADS) - set(taken)
-    changes = {"trainable_token_indices": rows, "separate_token_rows": dict.fromkeys(heads, added)}
-    return method.model_copy(update={"lora": lora.model_copy(update=changes)})
+    head = next((end for end in ends if end in OUTPUT_HEADS), None)
+    ids = tuple(range(num_rows, num_rows + num_added))
+    added = AddedRows(ids, embedding, head or OUTPUT_HEADS[0], has_separate_head=head is not None)
+    return with_added_rows_trained(method, added)

@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from finetune_job.api.method import MethodType
+from finetune_job.added_rows import AddedRows, with_added_rows_trained
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
-from finetune_job.method_settings import TARGETS, TRAINED_ROWS_SETTING
-from finetune_job.plan.run_plan import AddedTokenPlan, LoraPlan, RunPlan
+from finetune_job.plan.run_plan import AddedTokenPlan, RunPlan
 from finetune_trainer.errors import ModelError
 from finetune_trainer.files import TEMPORARY_MARK, read_own, remove_tree
 
 FIELD = "spec.model.addedTokens"
+_NOT_OURS = "start a new job, and let nothing else write to its workspace"
 MOST_RECORD_BYTES = 1 << 20
 """256 tokens of 128 characters take some 300 KB if each character is escaped."""
 
@@ -42,6 +42,14 @@ class AddedTokens(BaseModel):
     """The same of the output head."""
     separate_head: str | None
     """That, if it does not share the embedding's rows."""
+
+    @model_validator(mode="after")
+    def _one_id_each(self) -> Self:
+        if len({*self.ids}) != len(self.tokens) or len(self.ids) != len(self.tokens):
+            raise ValueError("each token has one id")
+        if min(self.ids, default=0) < 0 or max(self.ids, default=0) >= self.num_rows:
+            raise ValueError("ids are numbers of rows")
+        return self
 
     @property
     def id_of(self) -> dict[str, int]:
@@ -79,7 +87,7 @@ def read_added_tokens(path: Path) -> AddedTokens | None:
     except ValidationError as error:
         raise ModelError(
             f"{path}: is not what preflight writes about {FIELD} ({error.error_count()} problems)",
-            "start a new job, and let nothing else write to its workspace",
+            _NOT_OURS,
         ) from error
 
 
@@ -119,31 +127,11 @@ def _known_id(content: str, vocabulary: Mapping[str, int], tokenizer: Any) -> in
 
 
 def with_trained_rows(plan: RunPlan, added: AddedTokens) -> RunPlan:
-    """The plan that trains the rows of the added tokens, of embedding and output head, as far as nothing else trains these."""
-    method = plan.method
-    if method.lora is not None:
-        lora = method.lora.model_copy(update=_rows_of_lora(method.lora, added))
-        return plan.model_copy(update={"method": method.model_copy(update={"lora": lora})})
-    if method.adapter is not None and method.type is MethodType.TRAINABLE_TOKENS:
-        settings = dict(method.adapter.settings)
-        settings[TRAINED_ROWS_SETTING] = sorted({*(settings.get(TRAINED_ROWS_SETTING) or ()), *added.ids})
-        if added.separate_head is not None:
-            settings.setdefault(TARGETS, [added.embedding, added.separate_head])
-        adapter = method.adapter.model_copy(update={"settings": settings})
-        return plan.model_copy(update={"method": method.model_copy(update={"adapter": adapter})})
-    return plan
+    """The plan that trains the rows of the added tokens, of embedding and output head, as far as nothing else trains these.
 
-
-def _rows_of_lora(lora: LoraPlan, added: AddedTokens) -> dict[str, Any]:
-    """PEFT trains rows of no module that it adapts or trains whole."""
-    taken = {name.rpartition(".")[2] for name in (*lora.modules_to_save, *lora.target_modules)}
-    of_embedding = lora.trainable_token_indices
-    # Of a head that shares the embedding's values PEFT trains the rows with the embedding's.
-    together = {added.embedding} if added.separate_head is not None else {added.embedding, added.head}
-    if taken.isdisjoint(together):
-        of_embedding = tuple(sorted({*of_embedding, *added.ids}))
-    rows: dict[str, Any] = {"trainable_token_indices": of_embedding}
-    if added.separate_head is not None and added.separate_head not in taken:
-        by_module = {added.embedding: of_embedding, added.separate_head: tuple(sorted(added.ids))}
-        rows["separate_token_rows"] = {name: each for name, each in by_module.items() if each}
-    return rows
+    Raises ModelError if they are not the plan's.
+    """
+    if added.tokens != plan.model.added_tokens:
+        raise ModelError(f"{FIELD}: what preflight has written down is of other tokens", _NOT_OURS)
+    rows = AddedRows(added.ids, added.embedding, added.head, has_separate_head=added.separate_head is not None)
+    return plan.model_copy(update={"method": with_added_rows_trained(plan.method, rows)})

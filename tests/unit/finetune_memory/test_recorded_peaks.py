@@ -22,8 +22,8 @@ RECORD = Path(__file__).parents[3] / "bench/results/gpu/planner.json"
 LEFT_OVER = (0, 1, 0, 1, 2, 3, 3, 5, 6, 7, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 0, 1, 2)
 """Output layers, in the order of the cases."""
 WORKSPACES = 64 * MIB
-"""torch gives cuBLAS 32 MiB on this device for each thread that computes, forward and backward; the planner has them in its
-gibibyte of CUDA."""
+"""torch gives cuBLAS 32 MiB on this device for each thread that computes, forward and backward (aten/src/ATen/cuda/
+CublasHandlePool.cpp, parseChosenWorkspaceSize); the planner has them in its gibibyte of CUDA."""
 TOLERANCE = 0.01
 ROWS, VOCABULARY = 4194, 32_000
 KEPT_BY_SELECTIVE = 16 * 18_432 * 2

@@ -95,7 +95,12 @@ def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
     checkpoint, config = read_checkpoint(order.base), read_json(order.base / CONFIG_FILE)
     vocabulary = vocabulary_of(read_stored_model(checkpoint, config), is_adapted=order.trains_adapter)
     _copy_other_files(order, checkpoint, directory)
-    found = _add_to_tokenizer(order, directory)
+    try:
+        found = _add_to_tokenizer(order, directory)
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a library meets a file of the user's: whatever it raises is about that file
+        found = unusable(order.base, f"tokens cannot be added to the tokenizer ({type(error).__name__}: {str(error)[:500]})")
     if isinstance(found, Finding):
         return found
     ids, num_known, tokenizer = found

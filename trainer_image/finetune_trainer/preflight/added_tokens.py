@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from pydantic import TypeAdapter
 
 from finetune_job.catalogue.book import make_finding
@@ -15,10 +13,10 @@ from finetune_job.finding import Finding
 from finetune_job.method_settings import TARGETS, known_settings
 from finetune_job.plan.run_plan import TRAINED_ROWS_FIELD, Choice, RunPlan
 from finetune_trainer.added_tokens import FIELD, AddedTokens, BaseOrder, read_added_tokens, remove_made
-from finetune_trainer.data.shards import TRAIN, TokenShards, map_tables
 from finetune_trainer.files import link_root
 from finetune_trainer.preflight.checks import JobInspection, nothing_refused
 from finetune_trainer.preflight.model_process import ModelCheckError, ModuleWork, answer_of
+from finetune_trainer.preflight.token_rows import found_tokens
 from finetune_trainer.processes.child import Child, fork_answering, parse_answer
 from finetune_trainer.processes.start import torch_is_kept_out
 
@@ -30,8 +28,6 @@ _ROWS_PART = ".trainable_tokens_delta."
 """Of the names of trained tensors: PEFT's copy of a whole module, and rows of one."""
 _FINDINGS = TypeAdapter(list[Finding])
 _FIX = f"its log says why; {FIELD} names the tokens"
-_BLOCK_TOKENS = 1 << 20
-"""Looked at together while tokens are sought in the data."""
 
 
 def add_tokens(seen: JobInspection) -> Iterable[Finding]:
@@ -165,7 +161,7 @@ def check_use(seen: JobInspection) -> Iterable[Finding]:
     """Whether the records hold the added tokens."""
     added = seen.known_added
     prepared = seen.known_data.readable_at(seen.context.workspace.prepared)
-    unread = sorted(set(added.ids) - _found(prepared, added.ids))
+    unread = sorted(set(added.ids) - found_tokens(prepared, added.ids))
     if not unread:
         return ()
     names = [content for content, number in added.id_of.items() if number in unread]
@@ -181,26 +177,3 @@ def check_use(seen: JobInspection) -> Iterable[Finding]:
             changes={FIELD: left or None},
         ),
     )
-
-
-def _found(prepared: Path, wanted: Collection[int]) -> set[int]:
-    """Those of the wanted tokens that a training record holds."""
-    ends = map_tables(prepared, TRAIN).document_ends
-    shards, num_tokens = TokenShards(prepared, TRAIN), int(ends[-1]) if len(ends) else 0
-    found: set[int] = set()
-    for start in range(0, num_tokens, _BLOCK_TOKENS):
-        tokens = shards.read(start, min(start + _BLOCK_TOKENS, num_tokens))[0]
-        found |= set(np.intersect1d(tokens, list(wanted)).tolist())
-        if found.issuperset(wanted):
-            break
-    return found
-
-
-def _answer(order: BaseOrder) -> bytes:
-    what = "adds tokens to the base model"
-    if torch_is_kept_out():
-        work = ModuleWork("finetune_trainer.model.base_with_tokens", (), order.model_dump_json().encode())
-        return answer_of(work.start(), what, _FIX)
-    from finetune_trainer.model.base_with_tokens import answer
-
-    return answer_of(fork_answering(lambda: answer(order), ANSWER_BYTES), what, _FIX)

@@ -124,7 +124,7 @@ def check_trained_rows(seen: JobInspection) -> list[Finding]:
     field, written = _trained_rows(plan.method)
     # Of added tokens their own check says it.
     written = [token for token in written if seen.added is None or token not in seen.added.ids]
-    unread = sorted(set(written) - (_read_tokens(prepared, written) - {padding_row}))
+    unread = sorted(set(written) - (found_tokens(prepared, written, before_others=True) - {padding_row}))
     if not unread:
         return []
     first = unread[0]
@@ -157,8 +157,11 @@ def _trained_rows(method: MethodPlan) -> tuple[str, list[int]]:
     return "spec.method.lora.trainableTokenIndices", list(method.lora.trainable_token_indices) if method.lora is not None else []
 
 
-def _read_tokens(prepared: Path, wanted: Collection[int]) -> set[int]:
-    """Those of the wanted tokens that some other token of the same record follows: the last one of a record predicts nothing."""
+def found_tokens(prepared: Path, wanted: Collection[int], *, before_others: bool = False) -> set[int]:
+    """Those of the wanted tokens that a training record holds.
+
+    before_others: that some other token of the same record follows; the last one of a record predicts nothing.
+    """
     ends = map_tables(prepared, TRAIN).document_ends
     shards = TokenShards(prepared, TRAIN)
     found: set[int] = set()
@@ -166,9 +169,10 @@ def _read_tokens(prepared: Path, wanted: Collection[int]) -> set[int]:
     for start in range(0, num_tokens, _BLOCK_TOKENS):
         stop = min(start + _BLOCK_TOKENS, num_tokens)
         tokens = shards.read(start, stop)[0].copy()
-        # Ends are positions behind the last token.
-        inside = ends[np.searchsorted(ends, start, side="right") : np.searchsorted(ends, stop, side="right")]
-        tokens[np.asarray(inside) - 1 - start] = -1
+        if before_others:
+            # Ends are positions behind the last token.
+            inside = ends[np.searchsorted(ends, start, side="right") : np.searchsorted(ends, stop, side="right")]
+            tokens[np.asarray(inside) - 1 - start] = -1
         found |= set(np.intersect1d(tokens, list(wanted)).tolist())
         if found.issuperset(wanted):
             break

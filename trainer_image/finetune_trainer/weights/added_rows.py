@@ -66,6 +66,9 @@ def vocabulary_of(model: StoredModel, *, is_adapted: bool) -> Vocabulary:
     biases += [path for path in held if path.endswith(".bias") and is_adapted]
     if biases:
         raise UnsupportedBaseError(f"{biases[0]} has a value for each token, and an adapter could hold none for added ones")
+    empty = next((each.path for each in held.values() if 0 in each.shape), None)
+    if empty is not None:
+        raise UnsupportedBaseError(f"{empty} holds no value")
     wrong = next((each for each in held.values() if each.dtype not in TORCH_DTYPES), None)
     if wrong is not None:
         raise UnsupportedBaseError(f"{wrong.path} has the element type {wrong.dtype}, of which there is no mean")

@@ -299,3 +299,17 @@ def test_a_tokenizer_that_never_loads_is_told(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(base_with_tokens, "run_sandboxed", ends)
     (found,) = make_base_with_tokens(order(tmp_path))
     assert (found.rule, found.message) == ("tokenizer-unusable", "loading the tokenizer takes more than 300 s of CPU time")
+
+
+def test_a_tokenizer_that_fails_at_a_token_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that lacks its own unknown token."""
+
+    def fails(*_arguments: Any, **_named: Any) -> int:
+        raise ValueError("WordPiece error: Missing [UNK] token from the vocabulary")
+
+    monkeypatch.setattr(base_with_tokens, "known_token", fails)
+    work = order(tmp_path)
+    (found,) = make_base_with_tokens(work)
+    assert (found.rule, found.severity) == ("tokenizer-unusable", "error")
+    assert "tokens cannot be added to the tokenizer (ValueError: WordPiece error" in found.message
+    assert not work.target.exists()

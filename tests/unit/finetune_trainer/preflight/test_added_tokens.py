@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from finetune_job.failures import Outcome
 from finetune_job.plan.run_plan import AddedTokenPlan
 from finetune_trainer.added_tokens import AddedTokens, read_added_tokens, with_trained_rows
+from finetune_trainer.context import RunContext
+from finetune_trainer.errors import ModelError
 from finetune_trainer.inspection.report import read_report
 from finetune_trainer.model import base_with_tokens
 from finetune_trainer.preflight import added_tokens
@@ -315,6 +317,9 @@ def test_the_tokens_of_the_page_are_added(context: Any) -> None:
     assert settings["eos_token_id"][-1] == found.id_of["<|end_of_turn|>"]
 
 
+MODEL = {"addedTokens": [TOOL, STEP]}
+
+
 def made(head: str | None) -> AddedTokens:
     return AddedTokens(
         tokens=tuple(AddedTokenPlan(**each) for each in (TOOL, STEP)),
@@ -344,7 +349,7 @@ def made(head: str | None) -> AddedTokens:
 def test_rows_of_what_nothing_else_trains_are_trained(
     written: dict[str, Any], head: str | None, rows: tuple[int, ...], separate: dict[str, tuple[int, ...]]
 ) -> None:
-    plan = with_trained_rows(plan_of(tiny_spec(method={"lora": {"r": 4, **written}})), made(head))
+    plan = with_trained_rows(plan_of(tiny_spec(model=MODEL, method={"lora": {"r": 4, **written}})), made(head))
     assert plan.method.lora is not None
     assert (plan.method.lora.trainable_token_indices, plan.method.lora.separate_token_rows) == (rows, separate)
 
@@ -358,12 +363,37 @@ def test_rows_of_what_nothing_else_trains_are_trained(
     ],
 )
 def test_trainable_tokens_trains_them_too(settings: dict[str, Any], head: str | None, expected: dict[str, Any]) -> None:
-    spec = tiny_spec() | {"method": {"type": "TrainableTokens", "settings": settings}}
+    spec = tiny_spec(model=MODEL) | {"method": {"type": "TrainableTokens", "settings": settings}}
     plan = with_trained_rows(plan_of(spec), made(head))
     assert plan.method.adapter is not None
     assert plan.method.adapter.settings == expected
 
 
 def test_full_fine_tuning_needs_no_rows() -> None:
-    plan = plan_of(tiny_spec() | {"method": {"type": "Full"}})
+    plan = plan_of(tiny_spec(model=MODEL) | {"method": {"type": "Full"}})
     assert with_trained_rows(plan, made("lm_head")) == plan
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ids": [300]},
+        {"ids": [300, 300]},
+        {"ids": [300, 301]},
+        {"ids": [-1, 300]},
+        {"ids": [300, 299, 298]},
+        {"tokens": [STEP, TOOL]},
+        {"tokens": [TOOL, {"content": "<other>"}]},
+    ],
+)
+def test_a_record_of_others_is_no_record(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """Whoever can write to the workspace can put another one there."""
+    plan = plan_of(tiny_spec(model={"addedTokens": [TOOL, STEP]}))
+    job = RunContext(plan, "", tmp_path, 0)
+    job.workspace.root.mkdir(parents=True)
+    content = json.loads(made("lm_head").model_dump_json())
+    job.workspace.added_tokens.write_text(json.dumps(content))
+    assert job.with_trained_rows().plan.method.lora is not None
+    job.workspace.added_tokens.write_text(json.dumps(content | wrong))
+    with pytest.raises(ModelError, match="what preflight"):
+        job.with_trained_rows()

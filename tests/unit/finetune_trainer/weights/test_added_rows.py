@@ -166,6 +166,12 @@ def test_embeddings_of_other_element_types_are_refused(tmp_path: Path) -> None:
         vocabulary_of(with_tensors(tmp_path, {EMBEDDING: torch.zeros(264, 32, dtype=torch.int8)}), is_adapted=True)
 
 
+@pytest.mark.parametrize("shape", [(0, 32), (264, 0)])
+def test_embeddings_without_values_are_refused(tmp_path: Path, shape: tuple[int, int]) -> None:
+    with pytest.raises(UnsupportedBaseError, match=r"\.weight holds no value"):
+        vocabulary_of(with_tensors(tmp_path, {EMBEDDING: torch.zeros(shape), HEAD: torch.zeros(shape)}), is_adapted=True)
+
+
 def test_a_model_without_a_known_embedding_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedBaseError, match="no input embedding that is known by its name"):
         vocabulary_of(with_tensors(tmp_path, {EMBEDDING: None}), is_adapted=True)
