@@ -126,7 +126,7 @@ async def _lead(
     accounts = Accounts(api, cache, settings.lease_namespace, name, failed=lambda: metrics.failed(ACCOUNTS))
 
     def take_in(kind: Kind, deleted: bool, held: CachedObject) -> None:
-        for key in cache.remove(kind, held) if deleted else cache.apply(kind, held):
+        for key in sorted(cache.remove(kind, held) if deleted else cache.apply(kind, held)):
             queue.add(key, urgency(cache.job(key)))
         if kind == PROFILES:
             profiles.changed.set()

@@ -62,7 +62,7 @@ class Relisting:
             pause = self.first if self.restarted.is_set() else self.period
             self.restarted.clear()
             try:
-                for key in await self.compare():
+                for key in sorted(await self.compare()):
                     self.queue.add(key)
             except (ApiError, ApiUnreachableError) as error:
                 _log.warning("relist failed", error=str(error))

@@ -60,7 +60,9 @@ class OperatorProcess:
         """Start it (again)."""
         self._read_from = self.log.stat().st_size if self.log.exists() else 0
         arguments = ("--listen-address=127.0.0.1", "--listen-port=0", *self._arguments)
-        self.process = self._launch(arguments, {**os.environ, "KUBECONFIG": str(self._kubeconfig)}, self.log)
+        # What a killed one leaves is removed with the log.
+        own = {"KUBECONFIG": str(self._kubeconfig), "TMPDIR": str(self.log.parent)}
+        self.process = self._launch(arguments, {**os.environ, **own}, self.log)
 
     def _launch(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
         with log.open("ab") as output:

@@ -205,7 +205,7 @@ class OperatorProcess:
             if held is None:
                 # Not a child of ours: an orphaned one has no owner any more.
                 continue
-            for key in self.cache.remove(kind, held) if deleted else self.cache.apply(kind, held):
+            for key in sorted(self.cache.remove(kind, held) if deleted else self.cache.apply(kind, held)):
                 self.queue.add(key, urgency(self.cache.job(key)))
 
     def deliver_all(self) -> None:

@@ -82,6 +82,30 @@ def test_jobs_that_a_profile_did_not_allow_start_within_its_limit_once_it_does()
     assert team.num_started() > 2
 
 
+def test_place_of_a_job_is_not_written_each_time_an_older_one_is_resumed() -> None:
+    team = Team(40, maxActiveJobs=1)
+
+    async def story() -> None:
+        world = team.world
+        for job in world.server.all(JOBS):
+            world.edit_run(job, suspend=True)
+        world.start_operator()
+        await world.rest(2, succeed=False)
+        # Of one second, so that names decide who is first: the first one that is resumed starts, the second is the last in line.
+        for job in sorted(world.server.all(JOBS), key=lambda one: str(one["metadata"]["name"]), reverse=True):
+            world.edit_run(job, suspend=False)
+            if process := world.running_operator():
+                process.deliver_all()
+            await asyncio.sleep(0.01)
+        await world.rest(3, succeed=False)
+
+    # More than six writes of mere words within a minute are noticed by the world.
+    team.live(story)
+    (last,) = [job for job in team.world.server.all(JOBS) if job["metadata"]["name"] == "tune-8"]
+    (ready,) = [one for one in last["status"]["conditions"] if one["type"] == "Ready"]
+    assert ready["message"].endswith("Place in the line: about 40.")
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_limit_holds_while_requests_fail_and_the_operator_dies(seed: int) -> None:
     team = Team(12, f"bad weather {seed}", maxActiveJobs=2)

@@ -4,6 +4,7 @@ their modules costs more than what most tests do with them. The end-to-end tests
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -94,7 +95,13 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], files: 
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
-    # The client has read it when it was imported.
+    # Read when they were imported.
+    tempfile.tempdir = None
     kube_config.KUBE_CONFIG_DEFAULT_LOCATION = environment.get("KUBECONFIG", kube_config.KUBE_CONFIG_DEFAULT_LOCATION)
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    # A forked process ends without what a program registers for its end: the client's copies of keys would stay.
+    atexit._clear()
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()

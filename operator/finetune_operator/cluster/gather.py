@@ -48,6 +48,10 @@ MOST_CLAIMS_SEEN = 10_000
 MISSING_RETRY_SECONDS = 15.0
 """How soon to look again for a claim that is missing or a conflict that is in the way: no watch would tell."""
 VANISHING_RETRY_SECONDS = 3.0
+PLACE_TOLD_SECONDS = 20.0
+"""How long a place in the line stands. A status write leads to the next pass, which would write again as long as older jobs
+become ready one after the other.
+"""
 NO_NOTES = JobNotes()
 
 
@@ -143,7 +147,7 @@ class Gatherer:
                 vanishing=_named(vanishing),
                 conflicts=_named(conflicts),
                 refused=notes.refused,
-                line=self._line(held, job, profile),
+                line=self._line(held, job, profile, notes, now),
                 progress=notes.progress,
             )
         )
@@ -202,11 +206,16 @@ class Gatherer:
             service_uid=next((item.key.uid for item in services if item.key.name == service_name(name)), ""),
         )
 
-    def _line(self, held: CachedObject, job: JobView, profile: ProfileView) -> PlaceInLine | None:
+    def _line(self, held: CachedObject, job: JobView, profile: ProfileView, notes: JobNotes, now: datetime) -> PlaceInLine | None:
+        told, notes.told_ahead = notes.told_ahead, None
         limit = profile.spec.max_active_jobs if profile.spec is not None else None
         if limit is None or is_started(job.status):
             return None
-        return PlaceInLine(limit=limit, ahead=self._cache.lines.ahead_of(held))
+        ahead = self._cache.lines.ahead_of(held)
+        if ahead >= limit:
+            stands = told is not None and told[1] >= limit and (now - told[0]).total_seconds() < PLACE_TOLD_SECONDS
+            notes.told_ahead = told if stands else (now, ahead)
+        return PlaceInLine(limit=limit, ahead=ahead if notes.told_ahead is None else notes.told_ahead[1])
 
     def _profile(self, spec: FineTuneJobSpec | None, raw_spec: Mapping[str, Any]) -> ProfileView:
         name = (spec.profile if spec is not None else raw_spec.get("profile")) or DEFAULT_PROFILE

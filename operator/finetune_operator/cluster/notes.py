@@ -41,11 +41,13 @@ class JobNotes:
     listed: LiveList | None = None
     looked_up: dict[str, datetime] | None = None
     """UID of an object of which no watch tells -> when it was read last."""
+    told_ahead: tuple[datetime, int] | None = None
+    """When a pass was told how many jobs are ahead in the line, and how many."""
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is noted, as of nearly every job at any one time."""
-        return not (self.conflicts or self.looked_up or self.progress or self.refused or self.listed)
+        return not (self.conflicts or self.looked_up or self.progress or self.refused or self.listed or self.told_ahead)
 
 
 def refused_write(

@@ -1,5 +1,6 @@
 """Places in the line of a profile with `maxActiveJobs`, and whose turn has come when somebody leaves."""
 
+from datetime import timedelta
 from random import Random
 from typing import Any
 
@@ -191,3 +192,30 @@ def test_deleted_job_that_a_finalizer_holds_is_not_in_the_line() -> None:
     going["metadata"] |= {"deletionTimestamp": objects.CREATED, "finalizers": ["example.com/hold"]}
     assert team.woken(going) == {"b"}
     assert team.ahead("b") == 0
+
+
+def test_a_place_is_told_again_after_twenty_seconds_and_a_turn_that_has_come_at_once() -> None:
+    scene = Scene()
+    scene.add(PROFILES, profile(1))
+    scene.add(JOBS, job("other", 1, status=STARTED))
+    scene.add(JOBS, objects.finetune_job())
+
+    def ahead(seconds: int) -> int | None:
+        line = scene.gather(NOW + timedelta(seconds=seconds)).observed.line
+        return None if line is None else line.ahead
+
+    assert ahead(0) == 1
+    scene.add(JOBS, job("older", 2))
+    assert [ahead(second) for second in (0, 19, 20)] == [1, 1, 2]
+    scene.add(JOBS, job("third", 3))
+    assert [ahead(second) for second in (39, 40)] == [2, 3]
+    for name, second in (("older", 2), ("third", 3)):
+        scene.add(JOBS, job(name, second, version=9, status=STALLED))
+    assert ahead(41) == 3
+    scene.add(JOBS, job("other", 1, version=9, status=FINISHED))
+    assert ahead(42) == 0
+    scene.add(JOBS, job("late", 4, version=9, status=STARTED))
+    assert ahead(43) == 1
+    # A larger limit counts at once.
+    scene.add(PROFILES, profile(2, version=9))
+    assert scene.gather(NOW + timedelta(seconds=44)).observed.line == PlaceInLine(limit=2, ahead=1)
