@@ -160,6 +160,9 @@ def estimate(
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of one pass over the data, for the hours of a run of epochs.")
     ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="What the calibration of gpu-check measured on such a device. Unset: what is assumed.")
+    ] = None,
     output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
     profile: Annotated[Path | None, typer.Option(help="Manifest of the FineTuneProfile to judge with.")] = None,
     claims: ClaimsDirectory = DEFAULT_CLAIMS,
@@ -169,15 +172,20 @@ def estimate(
     Exit code: 0 it fits or no limit is known, 1 refused or too large, 2 unusable input.
     """
     from finetune_cli.checks import estimate as estimate_command
+    from finetune_cli.checks.calibration import CalibrationError, read_calibration
     from finetune_cli.render.estimate import estimate_document, estimate_text
 
     try:
+        measured = None if calibration is None else read_calibration(text_of(str(calibration)))
         found = estimate_command.estimate(
             manifest_text(file, filename),
             profile=text_of(str(profile)) if profile is not None else None,
             claims=claims,
-            options=estimate_command.EstimateOptions(model, gpu_memory, gpu, tokens),
+            options=estimate_command.EstimateOptions(model, gpu_memory, gpu, tokens, measured),
         )
+    except CalibrationError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(ExitCode.UNUSABLE) from error
     except estimate_command.EstimateError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from error

@@ -29,7 +29,8 @@ def varlen_problem(plan: RunPlan, facts: ArchitectureFacts, stored: str) -> str:
         return "the model drops attention scores at random while it is trained"
     if facts.value_head_size != facts.head_size:
         return "the model's attention has values of another size than its keys"
-    if not trains_on_gpu(plan):
+    # Only a plan for GPUs leaves the attention open; one for this machine has no profile that would say so.
+    if not (plan.leaves_attention_open or trains_on_gpu(plan)):
         return ""
     if facts.head_size > LARGEST_HEAD or facts.head_size % HEAD_MULTIPLE:
         return f"a head has {facts.head_size} values, and the kernels take a multiple of {HEAD_MULTIPLE} up to {LARGEST_HEAD}"

@@ -18,6 +18,7 @@ from finetune_memory.estimate import Estimate, estimate
 from finetune_memory.layers import read_layers
 from finetune_memory.limit import MemoryLimit, format_bytes
 from finetune_memory.model_shape import LENGTH_MULTIPLE, ModelShape, Workload
+from finetune_memory.precision import choose_precision
 
 GPU_FINDING = "memory-estimate-exceeds-gpu"
 POD_FINDING = "memory-estimate-exceeds-pod"
@@ -67,7 +68,7 @@ class MemoryVerdict:
     resharding: Choice | None = None
     """Whether ranks free gathered parameters after the forward pass, where the plan leaves that open."""
     batches: tuple[Choice, ...] = ()
-    """Micro-batch and recomputation, where the plan leaves them open."""
+    """Precision, attention, micro-batch and recomputation, where the plan leaves them open."""
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -96,9 +97,9 @@ def judge_memory(
 ) -> MemoryVerdict:
     """`stored`: element type of the base model's files. `longest`: tokens of the longest record; None: as many as are allowed."""
     predict = predictor(shape, stored, limit, longest=longest)
-    attention = choose_attention(plan, varlen_problem(plan, shape.facts, stored))
-    plan = plan.with_choices(attention)
-    batches = (*attention, *choose_batches(plan, limit, predict))
+    kernels = (*choose_precision(plan, stored), *choose_attention(plan, varlen_problem(plan, shape.facts, stored)))
+    plan = plan.with_choices(kernels)
+    batches = (*kernels, *choose_batches(plan, limit, predict))
     plan = plan.with_choices(batches)
     resharding = choose_resharding(plan, limit, predict)
     if resharding is not None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune_cli.checks.calibration import OPTION, MeasuredDevice
 from finetune_cli.checks.validate import DocumentOutcome, DocumentVerdict, validate
 from finetune_cli.exit_codes import ExitCode
 from finetune_job.api.base import ClaimPath, parse_source
 from finetune_job.api.pod_settings import quantity_bytes
 from finetune_job.device import product_of
 from finetune_job.plan.element_types import resolve_elements
-from finetune_job.plan.run_plan import RunPlan
-from finetune_memory.attention import trains_on_gpu
+from finetune_job.plan.resolve import resolve
+from finetune_job.plan.run_plan import PRECISION_FIELD, RunPlan
 from finetune_memory.describe import model_shape, read_model
-from finetune_memory.devices import device_of
+from finetune_memory.devices import ASSUMED, Calibration, device_of
 from finetune_memory.limit import MemoryLimit, format_bytes
 from finetune_memory.model_shape import UnknownModelError
 from finetune_memory.pace import StepTime, UnknownPaceError, calculated_pace, run_steps
@@ -78,6 +79,8 @@ class EstimateOptions:
     """Name of a device."""
     tokens: int | None = None
     """Of one pass over the data."""
+    measured: MeasuredDevice | None = None
+    """Which parts of its peaks the device reaches; None: what is assumed of all."""
 
 
 def estimate(manifest: str, *, profile: str | None, claims: Path, options: EstimateOptions) -> list[JobEstimate]:
@@ -98,6 +101,9 @@ def _estimate_job(verdict: DocumentVerdict, options: EstimateOptions, claims: Pa
     plan, job = verdict.plan, verdict.job
     if plan is None or job is None:
         raise EstimateError(f"{verdict.name}: has no plan")
+    if plan.placement is None and (options.gpu, options.gpu_memory) != (None, None):
+        # Without a profile it is the command that says on what the job trains.
+        plan = resolve(plan.job, job.spec, None, has_gpu=True)
     try:
         files = read_model(options.model if options.model is not None else _model_on_claim(job.spec.model.source, claims))
         limit = _limit(plan, options)
@@ -105,7 +111,8 @@ def _estimate_job(verdict: DocumentVerdict, options: EstimateOptions, claims: Pa
         found = judge_memory(plan, shape, files.stored, limit)
         pace, problem = None, ""
         try:
-            pace = calculated_pace(found.plan, shape, files.stored, options.gpu or product_of(plan))
+            product, calibration = _device(plan, options)
+            pace = calculated_pace(found.plan, shape, files.stored, product, calibration)
         except UnknownPaceError as error:
             problem = str(error)
         steps = run_steps(found.plan, options.tokens)
@@ -123,6 +130,16 @@ def _estimate_job(verdict: DocumentVerdict, options: EstimateOptions, claims: Pa
         raise EstimateError(f"{verdict.name}: {error}") from error
 
 
+def _device(plan: RunPlan, options: EstimateOptions) -> tuple[str | None, Calibration]:
+    """Name of the device, and which parts of its peaks training reaches. Raises EstimateError."""
+    named, measured = options.gpu or product_of(plan), options.measured
+    if measured is None:
+        return named, ASSUMED
+    if named is not None and not measured.is_like(named):
+        raise EstimateError(f"{OPTION}: was measured on {measured.name}, and the job trains on {named}; measure it there")
+    return named or measured.name, measured.calibration
+
+
 def _limit(plan: RunPlan, options: EstimateOptions) -> MemoryLimit | None:
     """What the command is told counts before the profile, and of a device that is known by its name its memory is known."""
     if options.gpu_memory is not None:
@@ -134,20 +151,15 @@ def _limit(plan: RunPlan, options: EstimateOptions) -> MemoryLimit | None:
 
 def _precision(plan: RunPlan, stored: str) -> str:
     """stored: element type of the base model's files."""
-    elements, method = resolve_elements(plan, stored), plan.method
+    elements = resolve_elements(plan, stored)
     why = "as the base model is stored"
-    if plan.training.precision is not None:
+    if any(choice.field == PRECISION_FIELD for choice in plan.choices):
+        why = "chosen, see below"
+    elif plan.training.precision is not None:
         why = "spec.training.precision"
     elif plan.model.dtype is not None:
         why = "spec.model.dtype"
-    told = f"{elements.computed} ({why})"
-    if elements.computed == "float32":
-        return f"{told}, never rounded to TF32"
-    is_fused = method.lora is not None and method.lora.fused_forward
-    if trains_on_gpu(plan) and method.autocast_adapter_dtype and elements.param is None and not is_fused:
-        # Nothing casts what PEFT's layers multiply.
-        told += "; of adapters in float32, in which they are held: training.precision: bf16 is faster"
-    return told
+    return f"{elements.computed} ({why})" + (", never rounded to TF32" if elements.computed == "float32" else "")
 
 
 def _device_bytes(written: str) -> int:

@@ -10,6 +10,7 @@ from finetune_cli.checks.estimate import JobEstimate
 from finetune_cli.render.verdicts import choices_text
 from finetune_job.device import device_text
 from finetune_job.rules.rule import changes_text
+from finetune_memory.devices import ASSUMED
 from finetune_memory.estimate import Term
 from finetune_memory.limit import format_bytes
 from finetune_memory.verdict import MemoryVerdict, no_change_suffices
@@ -62,8 +63,9 @@ def _time(found: JobEstimate) -> list[str]:
         return [f"  Time: not calculated, because {found.pace_problem}"]
     ranks, calibration = pace.ranks, pace.calibration
     parts = f"{calibration.flops:.0%} of its published peak in matrix products, {calibration.attention:.0%} of it in attention"
+    source = "Assumed" if calibration == ASSUMED else "By what kernels reached there"
     lines = [
-        f"  Time of a step on {pace.device.name}, calculated. Assumed: {parts},",
+        f"  Time of a step on {pace.device.name}, calculated. {source}: {parts},",
         f"  {calibration.memory:.0%} of its memory's peak, and full rows:",
         "",
         *(f"  {term.name:20} {term.seconds:>9.3f} s  {term.detail}" for term in pace.terms),

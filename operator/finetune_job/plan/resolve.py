@@ -68,7 +68,7 @@ def resolve(
         data=data_plan(spec, choices, places),
         fetch=fetch_plan(spec, profile, places),
         method=method_plan(spec, choices, on_gpu=on_gpu),
-        training=training_plan(spec, choices, workspace),
+        training=training_plan(spec, choices, workspace, on_gpu=on_gpu),
         parallelism=ParallelismPlan(
             nodes=spec.parallelism.nodes,
             processes_per_node=spec.parallelism.processes_per_node,

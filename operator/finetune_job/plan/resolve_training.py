@@ -5,10 +5,11 @@ from __future__ import annotations
 from finetune_job.api.base import ClaimPath
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.method import MethodType
-from finetune_job.api.training import ActivationCheckpointing, EvaluationSpec, OptimizerName, Scheduler
+from finetune_job.api.training import ActivationCheckpointing, EvaluationSpec, OptimizerName, Precision, Scheduler
 from finetune_job.plan.choices import Choices
 from finetune_job.plan.run_plan import (
     MICRO_BATCH_FIELD,
+    PRECISION_FIELD,
     RECOMPUTATION_FIELD,
     CheckpointPlan,
     EarlyStoppingPlan,
@@ -29,7 +30,7 @@ USUAL_SGD_LEARNING_RATE = "0.01"
 """Proposed for SGD, for which the rates above are far too low."""
 
 
-def training_plan(spec: FineTuneJobSpec, choices: Choices, workspace: ClaimPath) -> TrainingPlan:
+def training_plan(spec: FineTuneJobSpec, choices: Choices, workspace: ClaimPath, *, on_gpu: bool) -> TrainingPlan:
     """workspace: the directory of the job on its claim."""
     training = spec.training
     full = spec.method.type is MethodType.FULL
@@ -66,7 +67,7 @@ def training_plan(spec: FineTuneJobSpec, choices: Choices, workspace: ClaimPath)
         max_grad_norm=float(
             choices.pick("training.maxGradNorm", training.max_grad_norm, "1.0", "one bad batch cannot ruin a run")
         ),
-        precision=training.precision,
+        precision=_precision(spec, choices) if on_gpu else training.precision,
         activation_checkpointing=choices.leave(
             RECOMPUTATION_FIELD,
             training.activation_checkpointing,
@@ -82,6 +83,15 @@ def training_plan(spec: FineTuneJobSpec, choices: Choices, workspace: ClaimPath)
         start_from=None if training.start_from is None else ClaimPath(claim=workspace.claim, path=training.start_from),
         seed=training.seed,
     )
+
+
+def _precision(spec: FineTuneJobSpec, choices: Choices) -> Precision | None:
+    """Which type the base has, its files say, which preflight reads."""
+    mixed = spec.parallelism.fsdp.mixed_precision
+    if mixed is not None and mixed.param_dtype is not None:
+        return spec.training.precision
+    reason = f"preflight chooses: {Precision.BF16} for a base model in bfloat16, else the type that it is stored in"
+    return choices.leave(PRECISION_FIELD, spec.training.precision, None, reason)
 
 
 def checkpoint_plan(spec: FineTuneJobSpec, choices: Choices) -> CheckpointPlan:

@@ -208,7 +208,7 @@ class TrainingPlan(PlanModel):
     max_grad_norm: float
     """0: no clipping."""
     precision: Precision | None
-    """None: fp32 for a float32 model, else bf16."""
+    """None: as the base is held, and as adapters are held; on a GPU preflight may choose it."""
     activation_checkpointing: ActivationCheckpointing
     compile: bool = False
     fp8: bool = False
@@ -341,6 +341,8 @@ class RunPlan(LaunchPlan):
             return isinstance(value, str) and value in list(ActivationCheckpointing)
         if choice.field == ATTENTION_FIELD:
             return value in (Attention.SDPA, Attention.VARLEN)
+        if choice.field == PRECISION_FIELD:
+            return isinstance(value, str) and value in {*Precision, *Dtype}
         return choice.field != RESHARDING_FIELD or isinstance(value, bool)
 
     def with_choices(self, chosen: Iterable[Choice]) -> Self:
@@ -357,6 +359,10 @@ class RunPlan(LaunchPlan):
             plan = plan.with_training(activation_checkpointing=ActivationCheckpointing(by_field[RECOMPUTATION_FIELD].value))
         if ATTENTION_FIELD in by_field:
             plan = plan.with_attention(Attention(by_field[ATTENTION_FIELD].value))
+        is_fused = self.method.lora is not None and self.method.lora.fused_forward
+        if PRECISION_FIELD in by_field and by_field[PRECISION_FIELD].value == Precision.BF16 and not is_fused:
+            # What is fused computes in the base's type by itself, without the copies that autocast keeps.
+            plan = plan.with_training(precision=Precision.BF16).with_fsdp(param_dtype=Dtype.BFLOAT16)
         return plan
 
     def with_attention(self, attention: Attention) -> Self:
@@ -377,6 +383,7 @@ class RunPlan(LaunchPlan):
 
 
 ATTENTION_FIELD = "spec.model.attention"
+PRECISION_FIELD = "spec.training.precision"
 RESHARDING_FIELD = "spec.parallelism.fsdp.reshardAfterForward"
 MICRO_BATCH_FIELD = "spec.training.microBatchSize"
 RECOMPUTATION_FIELD = "spec.training.activationCheckpointing"

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from finetune_job.plan.run_plan import ATTENTION_FIELD, RunPlan
+from finetune_job.plan.resolve import resolve
+from finetune_job.plan.run_plan import ATTENTION_FIELD, PRECISION_FIELD, RunPlan
 from finetune_memory.attention import varlen_problem
 from finetune_memory.batches import choose_batches
 from finetune_memory.limit import MemoryLimit
@@ -31,7 +32,7 @@ def chosen(job: JobBuilder, name: str = "Llama-3.1-8B", gib: float | None = 80) 
     return {
         choice.field.removeprefix("spec."): choice.value
         for choice in judged(job, name, gib).batches
-        if choice.field != ATTENTION_FIELD
+        if choice.field not in (ATTENTION_FIELD, PRECISION_FIELD)
     }
 
 
@@ -84,7 +85,7 @@ def test_an_estimate_never_exceeds_a_limit_for_what_was_left_open() -> None:
     """If no open value fits, those that need the least are taken, and the advice names other fields alone."""
     for gib in (8, 12, 16, 20):
         verdict = judged(masked_job(), "Llama-3.1-8B", gib)
-        assert {choice.value for choice in verdict.batches} == {1, "Full"}
+        assert {choice.value for choice in verdict.batches} == {"bf16", 1, "Full"}
         if not verdict.fits:
             assert verdict.alternative is not None
             assert not {f"spec.{MICRO}", f"spec.{AGAIN}"} & {change.field for change in verdict.alternative.changes}
@@ -106,7 +107,7 @@ def test_a_compiled_layer_is_computed_again_whole() -> None:
 
 def test_the_global_batch_stays_and_its_steps_follow() -> None:
     plan = masked_job().plan()
-    (micro, again) = judged(masked_job(), gib=24).batches
+    (_, micro, again) = judged(masked_job(), gib=24).batches
     made = plan.with_choices([micro, again])
     assert (made.training.micro_batch_size, made.training.gradient_accumulation_steps) == (2, 8)
     assert made.training.global_batch_size == plan.training.global_batch_size == 16
@@ -164,6 +165,10 @@ def test_a_head_that_the_kernels_do_not_take_is_named() -> None:
     assert [size for size, problem in said.items() if problem] == [60, 264]
     assert said[60] == "a head has 60 values, and the kernels take a multiple of 8 up to 256"
     assert "values of another size" in varlen_problem(plan, replace(facts, value_head_size=64), "bfloat16")
+    # So does a plan for this machine's GPU, where no profile says that there is one.
+    local = resolve(plan.job, default_job().parse().spec, None, has_gpu=True)
+    assert varlen_problem(local, replace(facts, head_size=60, value_head_size=60), "bfloat16") == said[60]
+    assert "computes in float32" in varlen_problem(local, facts, "float32")
     # A CPU computes any.
     assert (
         varlen_problem(default_job().with_profile(gpu=None).plan(), replace(facts, head_size=60, value_head_size=60), "float32")

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
+from finetune_memory.precision import choose_precision
 from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.inspection.module_use import observe_use
 from finetune_trainer.inspection.report import ModelStructure
@@ -54,11 +55,13 @@ def fill_in_use(seen: ModelInspection) -> Iterable[Finding]:
 
 
 def check_loading(seen: ModelInspection) -> Iterable[Finding]:
-    """Fill in `loaded`, and say what the files lack; or why the model cannot be built."""
+    """Fill in `loaded` and `precision`, and say what the files lack; or why the model cannot be built."""
     try:
         base, findings = load_skeleton(seen.plan, seen.directory)
     except Exception as error:  # noqa: BLE001 - a library meets a file of the user's: whatever it raises is about that file
         return [loading_error(seen, error)]
+    seen.precision = choose_precision(seen.plan, _name(stored_dtype(seen.directory)))
+    seen.plan = seen.plan.with_choices(seen.precision)
     embedding = base.get_input_embeddings()
     seen.loaded = LoadedModel(
         base=base,
@@ -163,8 +166,9 @@ def describe_structure(seen: ModelInspection) -> Iterable[Finding]:
         max_row=loaded.max_row,
         stored_dtype=_name(stored),
         shape=shape,
-        batches=batches_of(
-            seen.plan, shape, _name(stored), can_recompute=can_recompute, attention_problem=seen.attention_problem
+        batches=(
+            *seen.precision,
+            *batches_of(seen.plan, shape, _name(stored), can_recompute=can_recompute, attention_problem=seen.attention_problem),
         ),
         trains_input_rows_alone=_trains_input_rows_alone(model),
         padding_row=loaded.padding_row,

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune_job.finding import Finding
-from finetune_job.plan.run_plan import LoraPlan, RunPlan
+from finetune_job.plan.run_plan import Choice, LoraPlan, RunPlan
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.inspection.module_use import ModuleUses, ObservedUse
 from finetune_trainer.inspection.report import ModelStructure
@@ -51,6 +51,8 @@ class ModelInspection:
     """A small model of the same architecture and how it uses its modules; None if none could be computed."""
     loaded: LoadedModel | None = None
     attached: AttachedModel | None = None
+    precision: tuple[Choice, ...] = ()
+    """Of the computation, if the plan left it open; it is in `plan` since."""
     attention_problem: str = ""
     """Why attention cannot be computed by the bounds of documents; empty: it can, or nobody has asked."""
     conflict: TrainerError | None = None

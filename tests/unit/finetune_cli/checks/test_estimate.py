@@ -92,9 +92,14 @@ def test_json_adds_up(tmp_path: Path, config: Path) -> None:
 def test_what_the_memory_of_a_rank_decides_is_shown_with_its_reason(tmp_path: Path, config: Path) -> None:
     job = a_job().processes_per_node(2).spec("training.microBatchSize", 1).spec("data.maxSequenceLength", 1024).spec(FULL, "None")
     options = ["estimate", "-f", manifest(tmp_path, job), "--model", str(config), "--gpu-memory", "80Gi"]
-    chosen = "Left open by the manifest, and chosen by this:\n    parallelism.fsdp.reshardAfterForward  false  with all weights"
-    assert chosen in RUNNER.invoke(app, options).output
-    ((choice,),) = (each["choices"] for each in json.loads(RUNNER.invoke(app, [*options, "-o", "json"]).output)["jobs"])
+    text = RUNNER.invoke(app, options).output
+    assert "Left open by the manifest, and chosen by this:\n    training.precision  " in text
+    assert "    parallelism.fsdp.reshardAfterForward  false   with all weights" in text
+    (job_found,) = json.loads(RUNNER.invoke(app, [*options, "-o", "json"]).output)["jobs"]
+    precision, attention, choice = job_found["choices"]
+    assert (precision["field"], precision["value"]) == ("spec.training.precision", "bf16")
+    # Without a profile it is the command that says on what the job trains.
+    assert (attention["field"], attention["value"]) == ("spec.model.attention", "varlen")
     assert (choice["field"], choice["value"]) == ("spec.parallelism.fsdp.reshardAfterForward", False)
     assert choice["reason"].endswith("of 80.0 GiB (--gpu-memory), of which 10 % are kept free")
 
@@ -115,7 +120,8 @@ def test_time_and_cost_of_a_run_follow_from_device_and_price(tmp_path: Path, con
     options = ["estimate", "-f", manifest(tmp_path, job), "--model", str(config), "--profile", str(tmp_path / "profile.yaml")]
     unknown = RUNNER.invoke(app, options).output
     place = "2 ranks, each on one nvidia.com/gpu of 80Gi, NVIDIA-H100-80GB-HBM3 (profile default)"
-    assert f"  {place}\n  matrix products in bfloat16 (as the base model is stored)\n" in unknown
+    assert f"  {place}\n  matrix products in bfloat16 (chosen, see below)\n" in unknown
+    assert re.search(r"^    training\.precision +bf16 +the base model is stored in it$", unknown, re.MULTILINE)
     assert "Time of a step on NVIDIA-H100-80GB-HBM3, calculated. Assumed: 70% of its published peak" in unknown
     assert "not known  give --tokens" in unknown
     (job_found,) = json.loads(RUNNER.invoke(app, [*options, "--tokens", "10000000", "-o", "json"]).output)["jobs"]
@@ -135,26 +141,50 @@ def test_time_and_cost_of_a_run_follow_from_device_and_price(tmp_path: Path, con
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "stored", "computed", "value", "reason", "is_cast"),
     [
-        ({"method.type": "QLoRA"}, ""),
-        ({"method.type": "LoRA", "method.lora.loraDropout": "0.1"}, ""),
-        ({"method.type": "Full"}, ""),
-        ({"method.type": "DoRA"}, "; of adapters in float32, in which they are held: training.precision: bf16 is faster"),
+        # Fused LoRA computes in the base's type without being cast, and full fine-tuning is cast to it anyway.
+        ({"method.type": "QLoRA"}, "bfloat16", "bfloat16", "bf16", "the base model is stored in it", False),
+        ({"method.lora.initLoraWeights": "pissa"}, "bfloat16", "bfloat16", "bf16", "the base model is stored in it", True),
+        ({"method.lora.peftForward": True}, "bfloat16", "bfloat16", "bf16", "the base model is stored in it", True),
+        ({"method.type": "DoRA"}, "bfloat16", "bfloat16", "bf16", "the base model is stored in it", True),
+        ({"method.type": "Full"}, "bfloat16", "bfloat16", "bf16", "the base model is stored in it", True),
         (
-            {"method.lora.initLoraWeights": "pissa"},
-            "; of adapters in float32, in which they are held: training.precision: bf16 is faster",
+            {"method.type": "DoRA"},
+            "float32",
+            "float32",
+            "fp32",
+            "the base model is stored in it; bf16 is several times as fast",
+            False,
         ),
-        ({"method.type": "DoRA", "method.lora.autocastAdapterDtype": False}, ""),
+        ({"method.type": "DoRA", "model.dtype": "bfloat16"}, "float32", "bfloat16", "bf16", "of spec.model.dtype", True),
+        (
+            {"method.type": "DoRA"},
+            "float16",
+            "float16",
+            "float16",
+            "the base model is stored in it; of what is trained next to it in float32, in which that is held",
+            False,
+        ),
     ],
 )
-def test_products_of_adapters_in_float32_are_told(tmp_path: Path, config: Path, fields: dict[str, Any], told: str) -> None:
+def test_precision_on_a_gpu_is_that_of_the_base(
+    tmp_path: Path, config: Path, fields: dict[str, Any], stored: str, computed: str, value: str, reason: str, is_cast: bool
+) -> None:
+    config.write_text(json.dumps({**CONFIGS["Llama-3.1-8B"], "dtype": stored}))
     job = a_job()
-    for field, value in fields.items():
-        job = job.spec(field, value)
+    for field, given in fields.items():
+        job = job.spec(field, given)
     (found,) = estimate(yaml.safe_dump(job.document), profile=PRICED, claims=tmp_path, options=EstimateOptions(config))
-    assert found.precision == f"bfloat16 (as the base model is stored){told}"
-    # Of processors it is not known which is faster.
+    (choice,) = [one for one in found.verdict.choices if one.field == "spec.training.precision"]
+    assert (choice.value, choice.reason) == (value, reason)
+    assert found.precision.partition(",")[0] == f"{computed} (chosen"
+    plan = found.verdict.plan
+    assert (plan.training.precision, plan.parallelism.fsdp.param_dtype) == (("bf16", "bfloat16") if is_cast else (None, None))
+
+
+def test_precision_that_is_given_or_is_for_processors_is_no_choice(tmp_path: Path, config: Path) -> None:
+    job = a_job().spec("method.type", "DoRA")
     (found,) = estimate(yaml.safe_dump(job.document), profile=None, claims=tmp_path, options=EstimateOptions(config))
     assert found.precision == "bfloat16 (as the base model is stored)"
     exact = yaml.safe_dump(job.spec("training.precision", "bf16").document)
@@ -223,6 +253,8 @@ def test_a_manifest_of_model_data_and_method_fits_or_what_is_told_makes_it_fit(t
     for gib in (24, 48, 80):
         verdict = estimated(written, gib)
         assert {choice.field for choice in verdict.batches} == {
+            "spec.training.precision",
+            "spec.model.attention",
             "spec.training.microBatchSize",
             "spec.training.activationCheckpointing",
         }

@@ -5,6 +5,8 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from finetune_job.api.job import RunSpec
 from finetune_job.api.profile import FineTuneProfileSpec
@@ -241,15 +243,49 @@ def test_attention_on_a_gpu_is_chosen_by_model_and_precision(context, changes, v
     profile = FineTuneProfileSpec.model_validate({"trainerImage": "t", "gpu": {"memory": "80Gi"}})
     job = context({"training.microBatchSize": 1, "training.activationCheckpointing": "None", **changes}, profile=profile)
     result = run(job)
-    assert [(each.field, each.value) for each in report_of(job).batches] == [("spec.model.attention", value)] * bool(value)
+    batches = [each for each in report_of(job).batches if each.field != "spec.training.precision"]
+    assert [(each.field, each.value) for each in batches] == [("spec.model.attention", value)] * bool(value)
     assert reason in result.facts.get("batches", "")
     assert with_choices_of_preflight(job.plan, job.workspace.model_report).model.attention == (value or "sdpa")
     if value:
         path = job.workspace.model_report
         written = json.loads(path.read_text())
         for forged in ("eager", "flash_attention_2", 1, None):
-            path.write_text(json.dumps({**written, "batches": [{**written["batches"][0], "value": forged}]}))
+            path.write_text(json.dumps({**written, "batches": [{**written["batches"][-1], "value": forged}]}))
             with pytest.raises(PlanMismatchError, match=r"says spec\.model\.attention"):
+                with_choices_of_preflight(job.plan, path)
+
+
+@pytest.mark.parametrize(
+    ("stored", "changes", "value", "is_cast"),
+    [
+        ("bfloat16", {"method.type": "DoRA"}, "bf16", True),
+        ("bfloat16", {}, "bf16", False),
+        ("float32", {"method.type": "DoRA"}, "fp32", False),
+        ("float16", {"method.type": "DoRA"}, "float16", False),
+        ("float32", {"method.type": "DoRA", "training.precision": "bf16"}, None, True),
+        ("float32", {"method.type": "DoRA", "parallelism.fsdp.mixedPrecision.paramDtype": "bfloat16"}, None, True),
+    ],
+)
+def test_precision_on_a_gpu_is_chosen_by_the_base(context, stored, changes, value, is_cast):
+    profile = FineTuneProfileSpec.model_validate({"trainerImage": "t", "gpu": {"memory": "80Gi"}})
+    written = {"training.microBatchSize": 1, "training.activationCheckpointing": "None", "model.attention": "sdpa", **changes}
+    job = context(written, profile=profile)
+    for file in job.base_model.glob("*.safetensors"):
+        tensors = {name: tensor.to(getattr(torch, stored)) for name, tensor in load_file(file).items()}
+        save_file(tensors, file, {"format": "pt"})
+    run(job)
+    batches = report_of(job).batches
+    assert [(each.field, each.value) for each in batches] == [("spec.training.precision", value)] * bool(value)
+    chosen = with_choices_of_preflight(job.plan, job.workspace.model_report)
+    assert chosen.parallelism.fsdp.param_dtype == ("bfloat16" if is_cast else None)
+    assert report_of(job).dtypes["param"] == ("bfloat16" if is_cast else "as held")
+    if value:
+        path = job.workspace.model_report
+        told = json.loads(path.read_text())
+        for forged in ("float64", "int8", 1, None, ["bf16"]):
+            path.write_text(json.dumps({**told, "batches": [{**told["batches"][0], "value": forged}]}))
+            with pytest.raises(PlanMismatchError, match=r"says spec\.training\.precision"):
                 with_choices_of_preflight(job.plan, path)
 
 

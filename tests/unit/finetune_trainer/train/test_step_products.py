@@ -14,7 +14,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.plan.resolve import resolve
+from finetune_job.plan.run_plan import JobIdentity
+from finetune_memory.precision import choose_precision
 from tests.support.shapes import SmallRun, plan_of_shape, write_shape
+from tests.support.tiny_model import tiny_spec
 
 PRODUCTS = (
     "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback", "mv", "addmv", "dot", "vdot",
@@ -70,6 +75,33 @@ def test_nor_has_it_where_the_precision_is_left_open(tmp_path: Path, method: dic
     assert not found.wide
     # Forward, of each adapter its two products, and the base's; of a packed base inside its own function.
     assert found.narrow["addmm"] == 28
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"type": "DoRA", "lora": {"r": 4}},
+        {"type": "QDoRA", "lora": {"r": 4}},
+        {"type": "QLoRA", "lora": {"r": 4}, "quantization": {"bits": 8}},
+        {"type": "LoRA", "lora": {"r": 4, "peftForward": True}},
+        {"type": "LoKr", "settings": {"r": 4}},
+        {"type": "VeRA", "settings": {"r": 4}},
+    ],
+    ids=str,
+)
+def test_what_is_not_fused_is_multiplied_in_the_type_of_the_base_on_a_gpu(tmp_path: Path, method: dict[str, Any]) -> None:
+    spec = FineTuneJobSpec.model_validate(tiny_spec(method=method, training={"microBatchSize": 2}))
+    base = write_shape(tmp_path, "llama", torch.bfloat16)
+    wide = {}
+    for has_gpu in (True, False):
+        plan = resolve(JobIdentity(namespace="team", name="tune", uid="0123"), spec, None, has_gpu=has_gpu)
+        run = SmallRun(plan.with_choices(choose_precision(plan, "bfloat16")), base)
+        run.step(0)
+        with Products() as found:
+            run.step(1)
+        wide[has_gpu] = sum(found.wide.values())
+    # On a CPU nothing is chosen, and adapters are multiplied as they are held.
+    assert wide[True] == 0 < wide[False]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""What `python -m bench.gpu.check calibration` has measured on a device, for an estimate of the time of jobs on such a device."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from finetune_memory.devices import ASSUMED, Calibration, Device, calibrated, device_of
+
+OPTION = "--calibration"
+_PARTS = ("flops", "attention", "memory")
+_NUMBER_OF = re.compile(r"^[0-9]+ x ")
+"""Before the name of the device."""
+
+
+class CalibrationError(Exception):
+    """The file is none that the tier writes; the text says why."""
+
+
+class _Row(BaseModel):
+    """A part, and which share of its published peak is reached."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    part: Literal["flops", "attention", "memory", "launch_seconds"]
+    reached: Annotated[float, Field(gt=0)]
+    share: Annotated[float, Field(gt=0, le=1.2)] | None = None
+
+
+class _Measured(BaseModel):
+    """The file. A device that clocks higher than its data sheet says may reach a little more than its peak."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    device: Annotated[str, Field(min_length=1, max_length=200)]
+    problem: str = ""
+    rows: Annotated[list[_Row], Field(max_length=100)]
+
+
+class MeasuredDevice:
+    """A device, and which parts of its peaks training reaches there."""
+
+    def __init__(self, name: str, device: Device, calibration: Calibration) -> None:
+        self.name, self.calibration = name, calibration
+        self._device = device
+
+    def is_like(self, name: str) -> bool:
+        """Whether a device of this name has the same published peaks."""
+        other = device_of(name)
+        return other is not None and (other.flops, other.memory) == (self._device.flops, self._device.memory)
+
+
+def read_calibration(text: str) -> MeasuredDevice:
+    """From the text of the file. Raises CalibrationError."""
+    try:
+        measured = _Measured.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise CalibrationError(_text(f"{place}: {first['msg']}" if place else str(first["msg"]))) from error
+    if measured.problem:
+        raise CalibrationError(f"{OPTION}: the measurement failed: {measured.problem[:200]}")
+    name = _NUMBER_OF.sub("", measured.device)
+    device = device_of(name)
+    if device is None:
+        raise CalibrationError(f"{OPTION}: no peaks of {name!r} are known, of which these would be parts")
+    shares = {row.part: row.share for row in measured.rows if row.share is not None}
+    launches = [row.reached for row in measured.rows if row.part == "launch_seconds"]
+    missing = [part for part in _PARTS if part not in shares] + ([] if launches else ["launch_seconds"])
+    if missing:
+        raise CalibrationError(_text(f"nothing of {', '.join(missing)} was measured"))
+    kernels = Calibration(
+        flops=shares["flops"],
+        attention=shares["attention"],
+        memory=shares["memory"],
+        link=ASSUMED.link,
+        launch_seconds=launches[0],
+    )
+    return MeasuredDevice(name, device, calibrated(kernels))
+
+
+def _text(problem: str) -> str:
+    return f"{OPTION}: {problem}; give the file that `python -m bench.gpu.check calibration` writes on the device"
