@@ -158,6 +158,15 @@ def test_time_and_cost_of_a_run_follow_from_device_and_price(tmp_path: Path, con
             False,
         ),
         ({"method.type": "DoRA", "model.dtype": "bfloat16"}, "float32", "bfloat16", "bf16", "of spec.model.dtype", True),
+        # FSDP would cast packed weights of another floating type like numbers.
+        (
+            {"method.type": "QDoRA", "method.quantization": {"quantStorage": "float16"}},
+            "bfloat16",
+            "bfloat16",
+            "bfloat16",
+            "the base model is stored in it; of what is trained next to it in float32, in which that is held",
+            False,
+        ),
         (
             {"method.type": "DoRA"},
             "float16",
