@@ -59,13 +59,8 @@ def test_a_manifest_is_judged_and_created_and_a_conflict_is_told(caller: Caller,
     )  # fmt: skip
     looking = caller.with_rights((*rights_of("submit FILE").needed, JOB))
     done = looking("submit job.yaml")
-    assert (
-        done.returncode,
-        f"exists already (Pending), with the same spec; `finetune status submitted -n {namespace}`" in done.stderr,
-    ) == (
-        3,
-        True,
-    )
+    assert done.returncode == 3
+    assert f"exists already (Pending), with the same spec; `finetune status submitted -n {namespace}`" in done.stderr
     (tmp_path / "other.yaml").write_text(MANIFEST.replace("maxSteps: 4", "maxSteps: 5"))
     assert "with another spec; give the manifest another name" in looking("submit other.yaml").stderr
     unused = caller.with_rights((CREATE,))

@@ -117,6 +117,15 @@ NAME_ENTRIES = (
         "Name adapted modules only",
         f"{_PATTERNS}::test_feed_forward_modules_that_are_not_adapted",
     ),
+    Entry(
+        "adapter-blocks-of-another-size",
+        "warning",
+        "OFT has other blocks than were written",
+        "PEFT takes the next number that divides the width of a layer, and says so in a log at most. The adapter trains and "
+        "loads, with more or fewer trained values than were meant.",
+        "Write a number that divides the widths of all adapted layers; the finding lists them",
+        f"{_PATTERNS}::test_blocks_of_another_size_than_was_written",
+    ),
 )
 
 

@@ -28,6 +28,7 @@ APPLIED = {
     "added-tokens-untrained": _ADDED,
     "adapter-base-guessed": "tests/unit/finetune_trainer/inspection/test_base_name.py"
     "::test_the_name_that_only_config_json_gives_is_told",
+    "adapter-blocks-of-another-size": _OF_MODEL,
     "adapter-bypassed": _OF_MODEL,
     "adapter-pattern-on-experts": _OF_MODEL,
     "adapter-pattern-unmatched": _OF_MODEL,
