@@ -286,8 +286,9 @@ EFFECT_ENTRIES = (
         "added-tokens-without-rows",
         "error",
         "The base model's embeddings cannot be given rows for added tokens",
-        "Its files hold them in a form of which rows are not known, or a value for each token that no adapter could hold.",
-        "Give a base that has the tokens already, or remove spec.model.addedTokens",
+        "Its files hold them in a form of which rows are not known, a value for each token that no adapter could hold, or values "
+        "of a head that config.json ties to the embeddings.",
+        "Give a base that has the tokens already, or remove spec.model.addedTokens; of a head the finding says what to change",
         "tests/unit/finetune_trainer/preflight/test_added_tokens.py::test_a_base_without_known_rows_is_refused",
     ),
     Entry(
