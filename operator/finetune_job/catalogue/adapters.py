@@ -283,6 +283,15 @@ EFFECT_ENTRIES = (
         "tests/unit/finetune_trainer/preflight/test_token_rows_read.py::test_rows_beside_lora_are_told_of",
     ),
     Entry(
+        "token-rows-with-two-heads",
+        "error",
+        "Rows of the embeddings are trained of a base whose config.json ties a head that its files hold apart",
+        "transformers loads both as they are stored. PEFT looks at config.json when it loads the adapter, and computes with the "
+        "trained rows in the head, too: another model than was trained.",
+        "Set tie_word_embeddings: false in config.json of the base, if the head is to keep its own values",
+        "tests/unit/finetune_trainer/roles/test_two_heads.py::test_rows_are_not_trained_of_a_base_that_peft_takes_for_tied",
+    ),
+    Entry(
         "added-tokens-without-rows",
         "error",
         "The base model's embeddings cannot be given rows for added tokens",

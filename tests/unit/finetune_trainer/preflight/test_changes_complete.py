@@ -88,6 +88,7 @@ WITHOUT = {
     "adapter-patterns-overlap": _CHOICE,
     "added-token-not-kept": _OTHER_MODEL,
     "added-tokens-without-rows": _OTHER_MODEL,
+    "token-rows-with-two-heads": _MODEL_FILES,
     "adapter-without-values": "which rank or block is wanted depends on the method, and the author chooses it",
     "chat-answer-not-asked-for": _TEMPLATE,
     "chat-asks-otherwise": _TEMPLATE,
