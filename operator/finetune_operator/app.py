@@ -117,6 +117,7 @@ async def _lead(
     queue: WorkQueue[JobKey] = WorkQueue(
         retry_first=timeouts.retry_first, retry_longest=timeouts.retry_longest, waited=metrics.waited
     )
+    cache.lines.turn_has_come = lambda key: queue.add(key, urgency(cache.job(key)))
     warnings = WarningEvents(cache)
     gatherer = Gatherer(api, cache, timeouts.pending_events_after, warnings, operator_namespace=settings.lease_namespace)
     recorder = EventRecorder(api, settings.identity, is_busy=lambda: len(queue) > 0, dropped=metrics.event_dropped)

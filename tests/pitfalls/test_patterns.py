@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.oft.layer import OFTLayer
 
 from finetune_job.api.method import MethodType
 from finetune_job.plan.run_plan import AdapterPlan, MethodPlan
@@ -116,6 +117,20 @@ def test_an_adapter_without_values():
     assert trained("OFT", {"r": 32, "oftBlockSize": 0, "targetModules": ["q_proj"]}).trained == 0
     assert "adapter-without-values" in attached("OFT", {"r": 32, "oftBlockSize": 0, "targetModules": ["q_proj"]})
     assert not attached("OFT", {"r": 4, "oftBlockSize": 0, "targetModules": ["q_proj"]})
+
+
+@pytest.mark.parametrize(
+    ("written", "fitting"),
+    [({"r": 0, "oftBlockSize": 7}, {"r": 0, "oftBlockSize": 8}), ({"r": 7, "oftBlockSize": 0}, {"r": 8, "oftBlockSize": 0})],
+)
+def test_blocks_of_another_size_than_was_written(written, fitting):
+    """Those that PEFT takes in their place are the next that divide the width, of 32 channels here."""
+    targets = {"targetModules": ["q_proj"]}
+    models = [get_peft_model(llama(), peft_config("OFT", settings | targets)) for settings in (written, fitting)]
+    sizes = [{layer.oft_block_size["default"] for layer in model.modules() if isinstance(layer, OFTLayer)} for model in models]
+    assert sizes[0] == sizes[1]
+    assert attached("OFT", written | targets) == {"adapter-blocks-of-another-size"}
+    assert not attached("OFT", fitting | targets)
 
 
 def test_feed_forward_modules_that_are_not_adapted(tmp_path):

@@ -134,6 +134,7 @@ class OperatorProcess:
         api = simulated_api(self._wire, page_size=3, in_flight=in_flight, clock=lambda: loop.now().timestamp())
         self.cache = Cache(clock=loop.time)
         self.queue: WorkQueue[JobKey] = WorkQueue(retry_first=timeouts.retry_first, retry_longest=timeouts.retry_longest)
+        self.cache.lines.turn_has_come = lambda key: self.queue.add(key, urgency(self.cache.job(key)))
         self.warnings = WarningEvents(self.cache)
         draw = random.Random(f"jitter {seed}").random
         self.gatherer = _Gatherer(api, self.cache, timeouts.pending_events_after, self.warnings, draw)

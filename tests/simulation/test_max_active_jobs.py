@@ -67,6 +67,32 @@ def test_jobs_that_wait_for_a_claim_start_one_after_the_other_once_it_is_there(r
     assert all(is_true(job, "Succeeded") for job in team.world.server.all(JOBS))
 
 
+def test_the_next_job_starts_as_soon_as_one_has_ended() -> None:
+    """By the operator's own write: it is not left until the next look at the line."""
+    team = Team(4, maxActiveJobs=1)
+    waits: list[float] = []
+    ended: list[float] = []
+
+    def saw(change: Change) -> None:
+        if change.kind != JOBS or change.before is None or change.after is None:
+            return
+        if "startTime" in change.after.get("status", {}) and "startTime" not in change.before.get("status", {}) and ended:
+            waits.append(team.loop.time() - ended[-1])
+        if is_true(change.after, "Finished") and not is_true(change.before, "Finished"):
+            ended.append(team.loop.time())
+
+    team.world.server.watchers.append(saw)
+
+    async def story() -> None:
+        team.world.start_operator()
+        await team.world.rest(30, succeed=True)
+
+    team.live(story)
+    assert len(ended) == 4
+    assert len(waits) == 3
+    assert max(waits) < 5
+
+
 def test_jobs_that_a_profile_did_not_allow_start_within_its_limit_once_it_does() -> None:
     team = Team(60, maxActiveJobs=2, allowedNamespaces=["other"])
 

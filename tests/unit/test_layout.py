@@ -99,6 +99,7 @@ COVERED_BY = {
     "finetune_trainer/fetch/staging.py": "finetune_trainer/fetch/test_hub.py",
     "finetune_trainer/inspection/module_use.py": "finetune_trainer/preflight/test_bypassed.py",
     "finetune_trainer/inspection/report.py": "finetune_trainer/rehearsal/test_run_verdicts.py",
+    "finetune_trainer/inspection/source_model.py": "finetune_trainer/roles/test_added_tokens.py",
     "finetune_trainer/inspection/special_files.py": "../hostile/test_model_files.py",
     "finetune_trainer/merge/adapter_changes.py": "finetune_trainer/merge/test_plan.py",
     "finetune_trainer/merge/adapter_settings.py": "finetune_trainer/merge/test_plan.py",

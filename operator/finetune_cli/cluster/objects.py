@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
@@ -38,25 +38,32 @@ class Unseen:
 class Cluster:
     """The cluster and the namespace that a command works in. Raises LocalError without a usable kubeconfig."""
 
+    context: str | None = None
+    """As the user named it."""
+
     def __init__(self, context: str | None = None, namespace: str | None = None) -> None:
-        self.client = ClusterClient(context)
+        self.client, self.context = ClusterClient(context), context
         self.namespace = namespace or self.client.namespace
 
     def jobs(self, *, everywhere: bool = False, selector: str = "") -> list[SeenJob]:
         """Jobs of the namespace or of all, in the order of namespaces and names. Raises ClusterError."""
         path = collection(API_VERSION, JOB_PLURAL, "" if everywhere else self.namespace)
-        found = map(seen_job, self._list(path, {"labelSelector": selector} if selector else {}))
+        found = map(self.seen, self._list(path, {"labelSelector": selector} if selector else {}))
         return sorted(found, key=lambda job: (job.namespace, job.name))
 
     def job(self, name: str) -> SeenJob:
         """A job of the namespace. Raises ClusterError; its exit code is UNUSABLE if there is no such job."""
         path = f"{collection(API_VERSION, JOB_PLURAL, self.namespace)}/{quote(name, safe='')}"
         try:
-            return seen_job(self.client.request("GET", path))
+            return self.seen(self.client.request("GET", path))
         except RequestError as error:
             if error.status == 404 and error.details.get("name"):
                 raise self._no_job(name) from error
             raise told(error, "GET", path, self.client.server) from error
+
+    def seen(self, document: Mapping[str, Any]) -> SeenJob:
+        """A job of this cluster."""
+        return replace(seen_job(document), context=self.context)
 
     def pods_of(self, job: SeenJob) -> list[SeenPod]:
         """Its pods that exist, by role, attempt and place in the gang. Raises ClusterError."""

@@ -7,6 +7,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,8 @@ MOST_PODS = 128
 
 def write_bundle(cluster: Cluster, name: str, target: Path, now: datetime) -> list[str]:
     """Write the archive; what it lacks, and why. Raises LocalError."""
-    job = cluster.job(name)
+    # Others read it, whose contexts have other names.
+    job = replace(cluster.job(name), context=None)
     missing: list[str] = []
     files = dict(_files(cluster, job, now, missing))
     files["missing.txt"] = "".join(f"{one}\n" for one in missing) or "nothing is missing\n"
@@ -80,7 +82,8 @@ def _files(cluster: Cluster, job: SeenJob, now: datetime, missing: list[str]) ->
             if log is not None:
                 yield f"logs/{pod.name}.log", log
     if not pods:
-        missing.append("logs: no pod of this job exists any more; `finetune logs` reads those of training from its workspace")
+        command = job.command("logs")
+        missing.append(f"logs: no pod of this job exists any more; `{command}` reads those of training from its workspace")
 
 
 def _event_line(event: Any) -> str:

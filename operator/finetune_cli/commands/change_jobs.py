@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from finetune_cli.documents import document_text, objects_of, read_documents
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.jobs import documents
 from finetune_cli.jobs.next_manifest import copy_of, fork_of, next_name, start_changes
-from finetune_cli.jobs.seen import SeenJob, seen_job
+from finetune_cli.jobs.seen import SeenJob, place_flags
 from finetune_job.api.job import parse_job
 from finetune_job.api.output import RetainPolicy
 from finetune_job.api.profile import FineTuneProfileSpec
@@ -83,7 +84,8 @@ def submit(
     if not jobs:
         raise LocalError(f"{file}: holds no FineTuneJob; other objects are created with kubectl apply")
     if is_watched and len(jobs) > 1:
-        raise LocalError(f"--watch: follows one job, and {file} holds {len(jobs)}; leave it out, and use `finetune list --watch`")
+        command = shlex.join(["finetune", "list", "--watch", *place_flags(namespace or cluster.namespace, cluster.context)])
+        raise LocalError(f"--watch: follows one job, and {file} holds {len(jobs)}; leave it out, and use `{command}`")
     places = [_place(job, cluster, namespace) for job in jobs]
     return report, [_create(cluster, job, place) for job, place in zip(jobs, places, strict=True)]
 
@@ -123,7 +125,7 @@ def _create(cluster: Cluster, document: dict[str, Any], namespace: str) -> Chang
         if error.status != 409:
             raise
         raise _conflict(cluster.within(namespace), name, document) from error
-    return Change(seen_job(made), "created")
+    return Change(cluster.seen(made), "created")
 
 
 def _conflict(cluster: Cluster, name: str, document: dict[str, Any]) -> ClusterError:
@@ -133,7 +135,9 @@ def _conflict(cluster: Cluster, name: str, document: dict[str, Any]) -> ClusterE
         return ClusterError(f"{title}: exists already; give the manifest another name", status=409)
     same = _same_spec(found.document, document)
     fix = (
-        f"`finetune status {name}` shows it" if same else "give the manifest another name: a job that has started stays as it is"
+        f"`{found.command('status')}` shows it"
+        if same
+        else "give the manifest another name: a job that has started stays as it is"
     )
     return ClusterError(
         f"{title}: exists already ({found.phase}), with {'the same' if same else 'another'} spec; {fix}", status=409
@@ -153,7 +157,7 @@ def set_suspended(cluster: Cluster, name: str, *, suspended: bool) -> Change:
     if _run(job).get("suspend", False) is suspended:
         return Change(job, "is suspended already" if suspended else "is not suspended", changed=False)
     told = (
-        f"suspended: its pods end, its checkpoint stays; `finetune resume {name}` continues from there"
+        f"suspended: its pods end, its checkpoint stays; `{job.command('resume')}` continues from there"
         if suspended
         else "resumed: it continues from its latest checkpoint"
     )
@@ -166,7 +170,7 @@ def cancel(cluster: Cluster, name: str) -> Change:
     if _run(job).get("cancel") is True:
         return Change(job, "is cancelled already", changed=False)
     _living(job, "cancelled")
-    told = f"cancelled: its pods end, what is on its claims stays; `finetune fork {name}` makes a manifest from it"
+    told = f"cancelled: its pods end, what is on its claims stays; `{job.command('fork')}` makes a manifest from it"
     return Change(_patched(cluster, name, {"cancel": True}), told)
 
 
@@ -195,7 +199,7 @@ def retry(cluster: Cluster, name: str, new_name: str | None) -> Change:
 def _again(cluster: Cluster, job: SeenJob, new_name: str | None) -> Change:
     if job.phase == "Succeeded":
         raise ClusterError(
-            f"{job.title}: has succeeded; `finetune fork {job.name}` makes a manifest with changes from it", ExitCode.REFUSED
+            f"{job.title}: has succeeded; `{job.command('fork')}` makes a manifest with changes from it", ExitCode.REFUSED
         )
     name = new_name or next_name(job.name, _names(cluster))
     made = _create(cluster, copy_of(job.document, name), job.namespace)
@@ -245,13 +249,11 @@ def _note_on_claim(job: SeenJob, document: Mapping[str, Any]) -> str:
 def _step_of(job: SeenJob, start: str) -> int:
     if start != NEWEST:
         if not start.isdecimal() or len(start) > _STEP_DIGITS or int(start) == 0:
-            raise LocalError(
-                f"--from {start}: is not a step; write one that `finetune checkpoints {job.name}` shows, or {NEWEST}"
-            )
+            raise LocalError(f"--from {start}: is not a step; write one that `{job.command('checkpoints')}` shows, or {NEWEST}")
         return int(start)
     newest = job.status.progress.checkpoint_step if job.status.progress is not None else None
     if newest is None:
-        raise LocalError(f"--from {NEWEST}: the status of {job.title} names no checkpoint; `finetune checkpoints {job.name}`")
+        raise LocalError(f"--from {NEWEST}: the status of {job.title} names no checkpoint; `{job.command('checkpoints')}`")
     return newest
 
 
@@ -278,4 +280,4 @@ def _patched(cluster: Cluster, name: str, run: dict[str, Any], version: str = ""
     patch: dict[str, Any] = {"spec": {"run": run}}
     if version:
         patch["metadata"] = {"resourceVersion": version}
-    return seen_job(cluster.send("PATCH", path, patch, MERGE_PATCH))
+    return cluster.seen(cluster.send("PATCH", path, patch, MERGE_PATCH))

@@ -81,7 +81,7 @@ def _of_workspace(cluster: Cluster, job: SeenJob, request: LogRequest, options: 
     if stage is not Role.TRAIN:
         raise ClusterError(
             f"{job.title}: the pods of {stage} are gone, and their logs with them; only those of training are kept on the "
-            f"workspace. `finetune explain job/{job.name}` shows what they reported"
+            f"workspace. `{job.command('explain')}` shows what they reported"
         )
     if options.since_seconds is not None:
         raise LocalError("--since: the logs that are kept on the workspace have no times; use --tail")

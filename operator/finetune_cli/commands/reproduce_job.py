@@ -26,7 +26,7 @@ from finetune_cli.jobs.reproduction import (
     reproduction_of,
     results_differ,
 )
-from finetune_cli.jobs.seen import SeenJob, seen_job
+from finetune_cli.jobs.seen import SeenJob
 from finetune_cli.render.audit import AuditEnd, device_note
 from finetune_cli.render.verdicts import report_text
 from finetune_job.finding import Finding
@@ -52,7 +52,7 @@ def reproduce_job(cluster: Cluster, order: ReproductionOrder, told: Callable[[st
     """
     job = cluster.job(order.job)
     if not job.has_ended:
-        raise ClusterError(f"{job.title}: is {job.phase}; wait for its end with `finetune wait {job.name}`")
+        raise ClusterError(f"{job.title}: is {job.phase}; wait for its end with `{job.command('wait')}`")
     if job.phase != "Succeeded":
         raise LocalError(f"{job.title}: has ended as {job.phase}, so it has no result to compare with")
     name = order.new_name or reproduction_name(job.name)
@@ -74,7 +74,7 @@ def _made_already(cluster: Cluster, job: SeenJob, name: str, nodes: int | None) 
     document = cluster.get(API_VERSION, JOB_PLURAL, name)
     if document is None:
         return None
-    found = seen_job(document)
+    found = cluster.seen(document)
     if not reproduces(document, job):
         raise LocalError(f"--name {name}: {found.title} exists, and was not made to run {job.name} again; give another name")
     if nodes not in (None, found.num_nodes):
@@ -90,7 +90,7 @@ def _create(cluster: Cluster, job: SeenJob, name: str, nodes: int | None) -> Cha
     report, made = submit(cluster, document_text(document), f"reproduction of {job.name}", None)
     if not made:
         raise LocalError(report_text(report).rstrip(), report.exit_code)
-    said = f"created: it runs the spec of {job.name} again; `finetune reproduce {job.name} --wait` compares the results"
+    said = f"created: it runs the spec of {job.name} again; `{job.command('reproduce', '--wait')}` compares the results"
     return Change(made[0].job, said)
 
 
@@ -119,9 +119,9 @@ def _compared(cluster: Cluster, job: SeenJob, again: SeenJob, expected: Results 
         return AuditEnd(job.title, findings, run_again_as=again.title)
     if again.phase != "Succeeded":
         fix = (
-            f"`finetune explain job/{again.name}` says why"
+            f"`{again.command('explain')}` says why"
             if again.has_ended or again.phase == "Stalled"
-            else f"`finetune reproduce {job.name} --wait` waits for its end"
+            else f"`{job.command('reproduce', '--wait')}` waits for its end"
         )
         raise ClusterError(f"{again.title}: is {again.phase}, so there is nothing to compare with {job.name}; {fix}")
     expected = expected or _results(cluster, job)

@@ -25,9 +25,7 @@ SILENT_SECONDS = 900
 """A job that trains and shows no new step for so long is said to be silent."""
 _MOST_EVENTS = 5
 _MOST_EVIDENCE = 8
-_WATCHDOG = (
-    "Look at `finetune logs` and at the devices; the ranks' own watchdog ends the attempt after spec.training.stepTimeoutSeconds."
-)
+_WATCHDOG = "the ranks' own watchdog ends the attempt after spec.training.stepTimeoutSeconds."
 
 
 @dataclass(frozen=True)
@@ -60,10 +58,11 @@ def diagnose(
 
 def _of_status(job: SeenJob, now: datetime, fixes: Patch | None) -> Diagnosis:
     if not job.status.conditions:
+        doctor = shlex.join(["finetune", "doctor", *job.flags])
         return Diagnosis(
             "No operator has looked at this job yet.",
             Reason.NOT_OBSERVED,
-            advice=("See with `finetune doctor` whether an operator runs that serves this namespace.",),
+            advice=(f"See with `{doctor}` whether an operator runs that serves this namespace.",),
         )
     match job.phase:
         case "Succeeded":
@@ -82,7 +81,7 @@ def _of_status(job: SeenJob, now: datetime, fixes: Patch | None) -> Diagnosis:
             return Diagnosis(
                 "spec.run.suspend is true: the job holds no pods, and its checkpoint is kept.",
                 Reason.SUSPENDED_BY_USER,
-                commands=(f"finetune resume {_named(job)}",),
+                commands=(job.command("resume"),),
             )
     return _under_way(job, now)
 
@@ -126,14 +125,10 @@ def _room_for_new_job(job: SeenJob, failure: FailureClass) -> list[str]:
 _STAYS_FAILED = "A job that has failed stays failed: make a new one of it."
 
 
-def _named(job: SeenJob) -> str:
-    return shlex.join([job.name, "-n", job.namespace])
-
-
 def _new_job(job: SeenJob, patch: Patch | None) -> str:
     changes = "".join(f" --set {shlex.quote(each)}" for each in assignments(patch or {}, ""))
     # The manifest names no namespace, and the context's may be another.
-    return f"finetune fork {_named(job)}{changes} | finetune submit - -n {shlex.quote(job.namespace)}"
+    return f"{job.command('fork')}{changes} | {shlex.join(['finetune', 'submit', '-', *job.flags])}"
 
 
 def _stalled(job: SeenJob, fixes: Patch | None) -> Diagnosis:
@@ -158,13 +153,13 @@ def _stalled(job: SeenJob, fixes: Patch | None) -> Diagnosis:
             of_new_job = _room_for_new_job(job, failure)
     if job.started is not None:
         advice.append("After that, try it again.")
-        commands.insert(0, f"finetune retry {_named(job)}")
+        commands.insert(0, job.command("retry"))
     else:
         advice.append("Change the spec of this job, which has not started: it is judged again at once.")
     advice += of_new_job
     if fixes is not None:
         text = shlex.quote(json.dumps(fixes, separators=(",", ":")))
-        commands.append(f"kubectl patch finetunejob {_named(job)} --type merge -p {text}")
+        commands.append(f"{shlex.join(['kubectl', 'patch', 'finetunejob', job.name, *job.flags])} --type merge -p {text}")
     return Diagnosis(
         f"{_meaning(reason)} {message}".strip() or "The job waits until a human acts.",
         reason,
@@ -197,7 +192,7 @@ def _silent(job: SeenJob, now: datetime) -> Diagnosis:
     return Diagnosis(
         f"No new step was seen for {duration_text(silence)}.",
         FailureClass.STALLED,
-        advice=(_WATCHDOG,),
+        advice=(f"Look at `{job.command('logs')}` and at the devices; {_WATCHDOG}",),
     )
 
 

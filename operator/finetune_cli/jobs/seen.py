@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -31,6 +32,8 @@ class SeenJob:
     """Fields of the status that could not be read, and so count as absent."""
     is_on_cpu: bool = False
     """Whether its profile names no GPU, as far as that was looked at."""
+    context: str | None = None
+    """Of the kubeconfig, if the user named one; None: the current one."""
 
     @property
     def name(self) -> str:
@@ -44,6 +47,16 @@ class SeenJob:
     def title(self) -> str:
         """Namespace and name."""
         return f"{self.namespace}/{self.name}"
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """By which any command finds it."""
+        return place_flags(self.namespace, self.context)
+
+    def command(self, verb: str, *more: str) -> str:
+        """A command about this job, for a shell, wherever it is typed."""
+        subject = f"job/{self.name}" if verb == "explain" else self.name
+        return shlex.join(["finetune", verb, subject, *self.flags, *more])
 
     @property
     def uid(self) -> str:
@@ -117,6 +130,11 @@ class SeenJob:
     def attempts_of(self, role: Role) -> list[Attempt]:
         """The latest ones, oldest first."""
         return [each for each in self.status.attempts if each.role is role]
+
+
+def place_flags(namespace: str, context: str | None) -> tuple[str, ...]:
+    """Options that name a namespace and, if the user named one, a context."""
+    return ("-n", namespace, *(() if context is None else ("--context", context)))
 
 
 def seen_job(document: Mapping[str, Any]) -> SeenJob:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import time
 from dataclasses import dataclass
@@ -63,8 +64,12 @@ def named_runs(claims: Path, name: str, namespace: str | None) -> list[KnownRun]
     """Those of a name; namespace: None: of any. Raises LocalError if there is none."""
     runs = [run for run in known_runs(claims) if run.plan.job.name == name and namespace in (None, run.plan.job.namespace)]
     if not runs:
-        raise LocalError(f"{name}: no such run below {claims}; `finetune list --local` lists those that there are")
+        raise LocalError(f"{name}: no such run below {claims}; `{_listing(claims)}` lists those that there are")
     return runs
+
+
+def _listing(claims: Path) -> str:
+    return shlex.join(["finetune", "list", "--claims", str(claims)])
 
 
 def find_run(claims: Path, name: str, namespace: str) -> KnownRun:
@@ -72,7 +77,7 @@ def find_run(claims: Path, name: str, namespace: str) -> KnownRun:
     title = f"{namespace}/{name}"
     run = next((run for run in known_runs(claims) if run.title == title), None)
     if run is None:
-        raise LocalError(f"{title}: no such run below {claims}; `finetune status` lists those that there are")
+        raise LocalError(f"{title}: no such run below {claims}; `{_listing(claims)}` lists those that there are")
     if run.holder is None:
         raise LocalError(f"{title}: nothing of it is running", ExitCode.FAILED)
     return run

@@ -150,4 +150,4 @@ def waited_text(name: str, job: SeenJob | None, wanted: ConditionType, code: Exi
     place = plain(state(job), 128) + (f", {stage}" if stage else "")
     if code is ExitCode.FAILED:
         return f"{plain(job.title)}: not {wanted} after {duration_text(seconds)}; it is {place}\n"
-    return f"{plain(job.title)}: {place}; see `finetune explain job/{plain(job.name)}`\n"
+    return f"{plain(job.title)}: {place}; see `{plain(job.command('explain'), 1000)}`\n"

@@ -117,6 +117,15 @@ NAME_ENTRIES = (
         "Name adapted modules only",
         f"{_PATTERNS}::test_feed_forward_modules_that_are_not_adapted",
     ),
+    Entry(
+        "adapter-blocks-of-another-size",
+        "warning",
+        "OFT has other blocks than were written",
+        "PEFT takes the next number that divides the width of a layer, and says so in a log at most. The adapter trains and "
+        "loads, with more or fewer trained values than were meant.",
+        "Write a number that divides the widths of all adapted layers; the finding lists them",
+        f"{_PATTERNS}::test_blocks_of_another_size_than_was_written",
+    ),
 )
 
 
@@ -274,11 +283,21 @@ EFFECT_ENTRIES = (
         "tests/unit/finetune_trainer/preflight/test_token_rows_read.py::test_rows_beside_lora_are_told_of",
     ),
     Entry(
+        "token-rows-with-two-heads",
+        "error",
+        "Rows of the embeddings are trained of a base whose config.json ties a head that its files hold apart",
+        "transformers loads both as they are stored. PEFT looks at config.json when it loads the adapter, and computes with the "
+        "trained rows in the head, too: another model than was trained.",
+        "Set tie_word_embeddings: false in config.json of the base, if the head is to keep its own values",
+        "tests/unit/finetune_trainer/roles/test_two_heads.py::test_rows_are_not_trained_of_a_base_that_peft_takes_for_tied",
+    ),
+    Entry(
         "added-tokens-without-rows",
         "error",
         "The base model's embeddings cannot be given rows for added tokens",
-        "Its files hold them in a form of which rows are not known, or a value for each token that no adapter could hold.",
-        "Give a base that has the tokens already, or remove spec.model.addedTokens",
+        "Its files hold them in a form of which rows are not known, a value for each token that no adapter could hold, or values "
+        "of a head that config.json ties to the embeddings.",
+        "Give a base that has the tokens already, or remove spec.model.addedTokens; of a head the finding says what to change",
         "tests/unit/finetune_trainer/preflight/test_added_tokens.py::test_a_base_without_known_rows_is_refused",
     ),
     Entry(

@@ -30,7 +30,8 @@ AUDIT_ENTRIES = (
         "audit-base-differs",
         "error",
         "The base model is not the one that preflight saw",
-        "An adapter belongs to the very weights that it was trained on.",
+        "An adapter belongs to the very weights that it was trained on. Of a job with `model.addedTokens` these are in a base "
+        "that preflight has made, which has to hold every value of the base that the job names.",
         "Restore the base model of the run, or do not trust its result",
         f"{_AUDIT}::test_what_was_changed_afterwards_is_found_by_its_digest",
         gate=Gate.AUDIT,

@@ -10,7 +10,7 @@ from finetune_job.api.method import ALL_LINEAR, LoraSpec, MethodType, Quantizati
 from finetune_job.api.parallelism import AutoWrapPolicy, FsdpSpec, MixedPrecisionSpec
 from finetune_job.api.training import Precision
 from finetune_job.methods import METHODS, Family
-from finetune_job.module_names import names_embedding
+from finetune_job.module_names import OUTPUT_HEADS, names_embedding
 from finetune_job.plan.choices import Choices
 from finetune_job.plan.run_plan import (
     TRAINED_ROWS_FIELD,
@@ -125,9 +125,9 @@ def has_own_units(spec: FineTuneJobSpec) -> bool:
 
 
 def _trains_rows(spec: FineTuneJobSpec) -> bool:
-    """Whether rows of an embedding are trained, next to which the others are frozen."""
+    """Whether rows of an embedding or of an output head are trained, next to which the others are frozen."""
     lora = spec.method.lora or LoraSpec()
-    return lora.trainable_token_indices is not None or trains_added_rows(spec)
+    return lora.trainable_token_indices is not None or trains_added_rows(spec) or trains_added_rows_of_head(spec)
 
 
 def trains_added_rows(spec: FineTuneJobSpec) -> bool:
@@ -136,6 +136,19 @@ def trains_added_rows(spec: FineTuneJobSpec) -> bool:
     trained = (*(lora.modules_to_save or ()), *(lora.target_modules or ()))
     is_lora = METHODS[spec.method.type].family is Family.LORA
     return bool(spec.model.added_tokens) and is_lora and names_embedding(trained) is None
+
+
+def trains_added_rows_of_head(spec: FineTuneJobSpec) -> bool:
+    """Whether an adapter trains rows of added tokens of the output head alone, because the embedding is trained whole and the
+    head is not. If the head shares the embedding's values, as the model tells, such a job is refused in any case.
+    """
+    lora = spec.method.lora or LoraSpec()
+    saved, targets = lora.modules_to_save or (), lora.target_modules or ()
+    is_lora = METHODS[spec.method.type].family is Family.LORA
+    names_head = any(name.rpartition(".")[2] in OUTPUT_HEADS for name in (*saved, *targets))
+    # A saved module of another name may be the head all the same.
+    only_embeddings = bool(saved) and all(names_embedding([name]) is not None for name in saved)
+    return bool(spec.model.added_tokens) and is_lora and only_embeddings and not names_head
 
 
 def fsdp_plan(spec: FineTuneJobSpec, choices: Choices) -> FsdpPlan:

@@ -7,7 +7,7 @@ from finetune_job.api.method import MethodType
 from finetune_job.methods import METHODS, Family
 from finetune_job.module_names import names_embedding
 from finetune_job.plan.element_types import held_dtype
-from finetune_job.plan.resolve_model import trains_added_rows
+from finetune_job.plan.resolve_model import trains_added_rows, trains_added_rows_of_head
 from finetune_job.rules.rule import Problem, Reproduction, RuleContext, rule
 from finetune_job.sharding import Conflict, HeldParameter, unit_conflict
 
@@ -77,8 +77,8 @@ def trainable_tokens_overlap(context: RuleContext) -> Problem | None:
 
 @rule(
     "fsdp1-trainable-tokens",
-    "FSDP 1 holds the embedding and its trained rows in one unit",
-    reads=(TOKENS, ADDED, _VERSION, _ORIG_PARAMS, _AUTOCAST, "model.dtype", "training.precision"),
+    "FSDP 1 holds embedding or head and their trained rows in one unit",
+    reads=(TOKENS, ADDED, SAVED, _TARGETS, _VERSION, _ORIG_PARAMS, _AUTOCAST, "model.dtype", "training.precision"),
     sources=("torch: torch/distributed/fsdp/_flat_param.py, _init_metadata", "peft: peft/tuners/trainable_tokens/layer.py"),
     reproduction=Reproduction(
         f"{_TESTS}::test_trained_rows_under_fsdp_1",
@@ -88,16 +88,17 @@ def trainable_tokens_overlap(context: RuleContext) -> Problem | None:
 )
 def fsdp1_trainable_tokens(context: RuleContext) -> Problem | None:
     plan = context.plan
-    trains_rows = context.lora.trainable_token_indices is not None or trains_added_rows(context.spec)
-    if not trains_rows or plan.method.lora is None:
+    of_embedding = context.lora.trainable_token_indices is not None or trains_added_rows(context.spec)
+    if plan.method.lora is None or not (of_embedding or trains_added_rows_of_head(context.spec)):
         return None
-    # Stored weights alone may tell the embedding's type; preflight looks at them.
+    module = "embedding" if of_embedding else "output head"
+    # Stored weights alone may tell the type of embedding and head; preflight looks at them.
     held = held_dtype(plan) or Dtype.FLOAT32
     rows = Dtype.FLOAT32 if plan.method.lora.autocast_adapter_dtype else held
-    unit = HeldParameter("embedding", held, is_trained=False), HeldParameter("rows", rows, is_trained=True)
+    unit = HeldParameter(module, held, is_trained=False), HeldParameter("rows", rows, is_trained=True)
     match unit_conflict(unit, plan.parallelism.fsdp):
         case Conflict.ELEMENT_TYPES:
-            reason = f"which cannot hold rows in float32 next to an embedding in {held}"
+            reason = f"which cannot hold rows in float32 next to others in {held}"
         case Conflict.REQUIRES_GRAD:
             reason = "which with useOrigParams false is trained or frozen as a whole"
         case _:
@@ -105,7 +106,7 @@ def fsdp1_trainable_tokens(context: RuleContext) -> Problem | None:
     return Problem(
         field=_VERSION,
         value=1,
-        message=f"the rows are in one flat parameter with the embedding, {reason}",
+        message=f"the trained rows are in one flat parameter with the other rows of the {module}, {reason}",
         fix=f"remove {_VERSION}: version 2 holds them apart",
         changes={_VERSION: None},
     )

@@ -102,10 +102,9 @@ class Cache(Store):
             # Its owner was taken off, or is gone.
             self._drop(kind, uid)
             return self._concerned(kind, known.key)
-        woken = self._put(kind, held)
-        if known is None or was_in_doubt or replace(known, key=replace(known.key, version=version)) != held:
-            woken |= self._concerned(kind, held.key)
-        return woken
+        self._put(kind, held)
+        is_news = known is None or was_in_doubt or replace(known, key=replace(known.key, version=version)) != held
+        return self._concerned(kind, held.key) if is_news else set()
 
     def remove(self, kind: Kind, held: CachedObject) -> set[JobKey]:
         """A watch says that it was deleted; `held` is the last state. Returns the jobs to reconcile.
@@ -162,7 +161,7 @@ class Cache(Store):
         if kind == PODS and held.pod is not None and self._job_of(kind, held.key):
             self._put(kind, replace(held, pod=replace(held.pod, gone=True)))
         else:
-            concerned |= self._drop(kind, uid)
+            self._drop(kind, uid)
         if kind == JOBS:
             self._forget_job(uid)
         return concerned

@@ -165,7 +165,7 @@ class Store:
         """Whether the object that it names as its controller is known; then it is ours already, or a stranger's."""
         return key.owner_uid in (self._job_of_batch_job if kind == PODS else self._objects[JOBS])
 
-    def _put(self, kind: Kind, held: CachedObject) -> set[JobKey]:
+    def _put(self, kind: Kind, held: CachedObject) -> None:
         uid = held.key.uid
         known = self._objects[kind].get(uid)
         if known is not None and known.key.owner_uid != held.key.owner_uid:
@@ -180,14 +180,13 @@ class Store:
             name = JobKey(held.key.namespace, held.key.name)
             if self._may_have_name(held, JOBS, self._job_uids.get(name)):
                 self._job_uids[name] = uid
-            return self.lines.put(held)
+            self.lines.put(held)
         elif kind == PROFILES and self._may_have_name(held, PROFILES, self._profiles.get(held.key.name)):
             self._profiles[held.key.name] = uid
             self.lines.limit(held.key.name, held.profile.max_active_jobs if held.profile is not None else None)
         elif kind == BATCH_JOBS:
             self._job_of_batch_job[uid] = held.key.owner_uid
             self._batch_jobs_of.add(held.key.owner_uid, uid)
-        return set()
 
     def _may_have_name(self, held: CachedObject, kind: Kind, named: str | None) -> bool:
         """Whether no later object has the name. What a watch has still to tell of an earlier one may come after the next one of
@@ -202,12 +201,12 @@ class Store:
             oldest, its_kind = self._bare.popitem(last=False)
             self._drop(its_kind, oldest)
 
-    def _drop(self, kind: Kind, uid: str) -> set[JobKey]:
+    def _drop(self, kind: Kind, uid: str) -> None:
         held = self._objects[kind].pop(uid, None)
         self._bare.pop(uid, None)
         self._in_doubt.pop(uid, None)
         if held is None:
-            return set()
+            return
         owner_uid = held.key.owner_uid
         self._owned[kind].discard(owner_uid, uid)
         if kind == PODS and owner_uid not in self._objects[BATCH_JOBS] and owner_uid not in self._owned[PODS]:
@@ -217,11 +216,10 @@ class Store:
         elif kind == JOBS:
             if self._job_uids.get(JobKey(held.key.namespace, held.key.name)) == uid:
                 del self._job_uids[JobKey(held.key.namespace, held.key.name)]
-            return self.lines.drop(uid)
+            self.lines.drop(uid)
         elif kind == PROFILES and self._profiles.get(held.key.name) == uid:
             del self._profiles[held.key.name]
             self.lines.limit(held.key.name, None)
-        return set()
 
     def _forget_batch_job(self, uid: str) -> None:
         job_uid = self._job_of_batch_job.pop(uid, None)

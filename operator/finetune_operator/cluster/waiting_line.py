@@ -9,6 +9,7 @@ found free, before the write by which a job starts is sent.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -42,6 +43,10 @@ class WaitingLines:
         """Job UID -> its line, its place, and whether it is active, or has reserved a place to become so."""
         self._limits: dict[str, int] = {}
         """Profile -> `maxActiveJobs`, where it sets one."""
+        self.turn_has_come: Callable[[JobKey], None] = lambda _: None
+        """Called with the job that may start because another one has left its place, whoever has told of that: nothing else
+        would wake it, as no watch shows again what an answer to a write of our own has shown.
+        """
 
     def ahead_of(self, held: CachedObject) -> int:
         """Jobs that are active, or wait and are older, of the same namespace and profile."""
@@ -62,7 +67,7 @@ class WaitingLines:
             return True
         if self.ahead_of(held) >= limit:
             return False
-        self.drop(uid)
+        self._remove(uid)
         self._add(uid, line, _place_of(held), is_active=True)
         return True
 
@@ -81,8 +86,8 @@ class WaitingLines:
         if most is not None:
             self._limits[profile] = most
 
-    def put(self, held: CachedObject) -> set[JobKey]:
-        """Take in a state of a job. Returns the job whose turn may have come by it."""
+    def put(self, held: CachedObject) -> None:
+        """Take in a state of a job."""
         uid, summary = held.key.uid, held.summary
         before = self._places.get(uid)
         now = None
@@ -91,14 +96,14 @@ class WaitingLines:
         if summary is not None and (is_waiting or (summary.is_started and not summary.is_finished)):
             now = (_line_of(held), _place_of(held), summary.is_started)
         if before == now:
-            return set()
-        woken = self.drop(uid)
-        if now is None:
-            return woken
-        key, place, is_active = now
-        self._add(uid, key, place, is_active=is_active)
+            return
+        self._remove(uid)
+        if now is not None:
+            key, place, is_active = now
+            self._add(uid, key, place, is_active=is_active)
         # Who starts goes from the line to the active ones: nobody's turn has come by that.
-        return set() if before is not None and before[0] == key else woken
+        if before is not None and not (now is not None and now[0] == before[0] and now[2]):
+            self._wake_next(before[0], uid)
 
     def _add(self, uid: str, key: tuple[str, str], place: _Waiter, *, is_active: bool) -> None:
         self._places[uid] = (key, place, is_active)
@@ -108,11 +113,17 @@ class WaitingLines:
         else:
             insort(line.waiting, place)
 
-    def drop(self, uid: str) -> set[JobKey]:
-        """A job has ended or is gone. Returns the job whose turn may have come by it."""
+    def drop(self, uid: str) -> None:
+        """A job is gone."""
+        before = self._places.get(uid)
+        if before is not None:
+            self._remove(uid)
+            self._wake_next(before[0], uid)
+
+    def _remove(self, uid: str) -> None:
         before = self._places.pop(uid, None)
         if before is None:
-            return set()
+            return
         key, place, is_active = before
         line = self._lines[key]
         if is_active:
@@ -121,9 +132,17 @@ class WaitingLines:
             del line.waiting[bisect_left(line.waiting, place)]
         if not line.active and not line.waiting:
             del self._lines[key]
+
+    def _wake_next(self, key: tuple[str, str], left: str) -> None:
+        """A place of the line is free. left: UID of the job that left it, which may wait in the same line again."""
+        line = self._lines.get(key)
+        if line is None:
+            return
         # All that were let in before have started or are about to; the one who comes up to the limit now is the last of those.
         last = self._limits.get(key[1], 0) - len(line.active) - 1
-        return {JobKey(key[0], place.name) for place in line.waiting[last : last + 1]} if last >= 0 else set()
+        for place in line.waiting[last : last + 1] if last >= 0 else ():
+            if place.uid != left:
+                self.turn_has_come(JobKey(key[0], place.name))
 
 
 def _line_of(held: CachedObject) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from finetune_job.api.inputs import DataFormat
 from finetune_job.plan.mapping import UNMAPPED, MappingPlan
+from finetune_trainer.data.older_calls import CALL, FUNCTIONS, has_older_calls, is_call, newer_tools, newer_turn
 from finetune_trainer.data.records import (
     ASSISTANT,
     LABEL,
@@ -32,7 +33,7 @@ from finetune_trainer.data.records import (
     is_pair_of_turns,
     kind,
 )
-from finetune_trainer.data.suggestions import rated_answers, suggest, suggest_role, suggest_turn
+from finetune_trainer.data.suggestions import is_call_role, rated_answers, suggest, suggest_role, suggest_roles, suggest_turn
 
 
 def record_of(
@@ -91,7 +92,7 @@ def read_keys(data_format: DataFormat, mapping: MappingPlan, names: Collection[s
         return []
     optional = {mapping.input} if data_format is not DataFormat.TEXT else set()
     if data_format is DataFormat.CHAT:
-        optional |= {TOOLS, mapping.system}
+        optional |= {TOOLS, FUNCTIONS, mapping.system}
     return [*wanted, *sorted(name for name in optional if name is not None and name in names and name not in wanted)]
 
 
@@ -192,7 +193,7 @@ def _chat(
         return lead
     turns = [*lead, *turns]
     written = value.get(TOOLS)
-    tools = written
+    tools = newer_tools(value.get(FUNCTIONS)) if written is None else written
     if isinstance(written, str):  # how Parquet and many data sets hold them, since tools share no columns
         try:
             tools = json.loads(written) if written.strip() else None
@@ -226,12 +227,22 @@ def _turns_at(
     if not messages:
         return place.problem(key, "[]", "is empty, so there is nothing to learn", "remove the record or fill it in")
     turns = []
+    if has_older_calls(messages):
+        wrong = next((number for number, turn in enumerate(messages) if _calls_nothing(turn)), None)
+        if wrong is not None:
+            fix = 'write tool_calls, as in [{"type": "function", "function": {"name": "...", "arguments": {}}}], or remove it'
+            return place.problem(f"{key}[{wrong}].{CALL}", as_json(messages[wrong][CALL]), "is no call of a function", fix)
+        messages = [newer_turn(turn, mapping.role, mapping.roles or ()) if isinstance(turn, dict) else turn for turn in messages]
     for number, message in enumerate(messages):
         turn = _turn(place, f"{key}[{number}]", message, messages, mapping)
         if isinstance(turn, RecordProblem):
             return turn
         turns.append(turn)
     return turns
+
+
+def _calls_nothing(turn: Any) -> bool:
+    return isinstance(turn, dict) and turn.get(CALL) is not None and not is_call(turn[CALL])
 
 
 def _system_turn(
@@ -261,6 +272,11 @@ def _turn(place: RecordPosition, key: str, message: Any, turns: Sequence[Any], m
     if mapping.roles is not None and (role := mapping.roles.get(role, role)) not in ROLES:
         reason = f"{role!r} is not a role of a chat and spec.data.mapping.roles does not name it"
         return place.problem(role_key, role, reason, suggest_role(role))
+    if is_call_role(role) and mapping.roles is None:
+        reason = "is a call of a tool as a turn of its own, which would not be learnt"
+        found = [turn.get(mapping.role) for turn in turns if isinstance(turn, dict)]
+        roles = list(dict.fromkeys(each for each in found if isinstance(each, str)))
+        return place.problem(role_key, role, reason, suggest_roles(roles) or suggest_role(role))
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         return place.problem(
             f"{key}.tool_calls", as_json(calls), "is not a list of objects", "write a list of calls, or remove it"

@@ -76,9 +76,14 @@ def suggest_turn(message: Mapping[str, Any], turns: Sequence[Any], mapping: Mapp
     return _set({f"{_MAPPING}.role": role, f"{_MAPPING}.content": content})
 
 
+def is_call_role(role: str) -> bool:
+    """Whether data sets write calls of tools as turns of this role."""
+    return role.strip().lower() in _CALLS
+
+
 def suggest_role(role: str) -> Suggestion:
     """For a role that no mapping names and no template knows."""
-    if _can_be_written(role) and (_is_call(role) or _meant([role])):
+    if _can_be_written(role) and (is_call_role(role) or _meant([role])):
         return _with_roles({}, [role])
     return Suggestion(f"name the role in {_MAPPING}.roles, as in {{{json.dumps(role)}: {ASSISTANT}}}")
 
@@ -89,7 +94,7 @@ def suggest_roles(roles: Sequence[str]) -> Suggestion | None:
     if not unknown:
         return None
     names = _meant(unknown)
-    is_call = any(_is_call(role) for role in unknown)
+    is_call = any(is_call_role(role) for role in unknown)
     if is_call or (ASSISTANT in names.values() and len(names) == len(unknown)):
         return _with_roles({}, unknown)
     shown = json.dumps({role: names.get(role, ASSISTANT) for role in unknown[-1:]})
@@ -101,16 +106,12 @@ def _meant(roles: Sequence[str]) -> dict[str, str]:
     return {role: _ROLES[role.strip().lower()] for role in roles if role.strip().lower() in _ROLES}
 
 
-def _is_call(role: str) -> bool:
-    return role.strip().lower() in _CALLS
-
-
 def _with_roles(changes: Mapping[str, Any], unknown: Sequence[str]) -> Suggestion:
     """`changes`, and names for the roles that templates do not know. No change by a program where a turn calls a tool: learnt as
     words, a call is another thing.
     """
     named = {**changes, **{f"{ROLES_PATH}{role}": name for role, name in _meant(unknown).items()}}
-    calls = [role for role in unknown if _is_call(role)]
+    calls = [role for role in unknown if is_call_role(role)]
     if not calls:
         return _set(named)
     as_words = _set({**named, **{f"{ROLES_PATH}{role}": ASSISTANT for role in calls}})

@@ -15,6 +15,7 @@ from typing import Any
 
 from finetune_job.catalogue.book import audit_finding
 from finetune_job.finding import Finding
+from finetune_trainer.added_tokens import read_added_tokens
 from finetune_trainer.checkpoint.compare import results_difference
 from finetune_trainer.checkpoint.manifest import Manifest, Origin, read_manifest, verify_file
 from finetune_trainer.checkpoint.retention import checkpoint_directories
@@ -23,6 +24,7 @@ from finetune_trainer.data import shards
 from finetune_trainer.errors import CheckpointError, PlanMismatchError
 from finetune_trainer.files import MANIFEST_FILE, file_sha256, read_own, sha256_beneath
 from finetune_trainer.inspection.report import ModelReport, read_report
+from finetune_trainer.inspection.source_model import source_difference
 from finetune_trainer.json_lines import read_lines
 from finetune_trainer.weights.errors import MergeError
 
@@ -59,7 +61,8 @@ def inspect_run(context: RunContext) -> RunParts:
     data_hash, of_data = _data(context, report)
     checkpoints, of_checkpoints = _checkpoints(context, data_hash)
     exported, of_result = _result(context)
-    findings += [*of_data, *_base(context, report), *of_checkpoints, *of_result, *_provenance(context, data_hash)]
+    findings += [*of_data, *_base(context, report), *_source(context), *of_checkpoints, *of_result]
+    findings += _provenance(context, data_hash)
     lines = read_lines(_text(context.workspace.accounts))
     devices = dict.fromkeys(line["device"] for line in lines if isinstance(line.get("device"), str))
     return RunParts(tuple(findings), tuple(checkpoints), exported, tuple(devices))
@@ -141,6 +144,19 @@ def _base(context: RunContext, report: ModelReport | None) -> Iterator[Finding]:
                 value=context.plan.model.name,
                 message=f"{path} {'is not what preflight saw' if path.is_file() else 'is missing'}",
             )
+
+
+def _source(context: RunContext) -> Iterator[Finding]:
+    """Of a job that adds tokens, whose base is one that preflight has made: whether it was made of the one that the job names."""
+    field, value = "spec.model.source", context.plan.model.name
+    added = read_added_tokens(context.workspace.added_tokens) if context.plan.model.added_tokens else None
+    if added is None or not context.base_model.is_dir():
+        return
+    if not context.source_model.is_dir():
+        gone = f"{context.source_model} is gone, so it is not compared with {context.base_model}, which was made of it"
+        yield not_proven(field, value, gone, "Restore it")
+    elif difference := source_difference(context.source_model, context.base_model, added):
+        yield audit_finding("audit-base-differs", field=field, value=value, message=f"{context.base_model} {difference}")
 
 
 def _checkpoints(context: RunContext, data_hash: str | None) -> tuple[list[KeptCheckpoint], list[Finding]]:

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,10 @@ from finetune_trainer.processes.sandbox import SandboxEndedError, limit_memory, 
 from finetune_trainer.processes.start import die_with, end
 from finetune_trainer.weights.added_rows import Vocabulary, vocabulary_of, write_with_rows, written_bytes
 from finetune_trainer.weights.errors import MergeError
-from finetune_trainer.weights.families import vocabulary_settings
+from finetune_trainer.weights.families import TIE_FIELD, vocabulary_settings
 from finetune_trainer.weights.headers import CONFIG_FILE, Checkpoint, read_checkpoint, read_json
 from finetune_trainer.weights.read_model import read_stored_model
+from finetune_trainer.weights.stored import StoredModel
 
 log = logging.getLogger(__name__)
 GENERATION_FILE = "generation_config.json"
@@ -93,7 +94,10 @@ def make_base_with_tokens(order: BaseOrder) -> list[Finding]:
 def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
     """Raises MergeError if the weights cannot be read as they have to be."""
     checkpoint, config = read_checkpoint(order.base), read_json(order.base / CONFIG_FILE)
-    vocabulary = vocabulary_of(read_stored_model(checkpoint, config), is_adapted=order.trains_adapter)
+    stored = read_stored_model(checkpoint, config)
+    vocabulary = vocabulary_of(stored, is_adapted=order.trains_adapter)
+    if problem := _two_heads(stored, config):
+        return problem
     _copy_other_files(order, checkpoint, directory)
     try:
         found = _add_to_tokenizer(order, directory)
@@ -123,6 +127,25 @@ def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
         embedding=vocabulary.embedding,
         head=vocabulary.head,
         separate_head=vocabulary.separate_head,
+    )
+
+
+def _two_heads(stored: StoredModel, config: Mapping[str, Any]) -> Finding | None:
+    """A head that config.json ties and that the files hold with other values: transformers loads these, and drops them once it
+    resizes the embeddings, as everybody has to who loads the adapter.
+    """
+    family = stored.family
+    head = next((path for path in family.ties if path in stored.parameters and stored.tie(path) is None), None)
+    if head is None or family.always_tied or not family.is_tied(config):
+        return None
+    name = stored.parameters[head].parts[0].header.name
+    return _finding(
+        "added-tokens-without-rows",
+        name,
+        f"config.json says that the output head shares the values of the embeddings ({TIE_FIELD}), and the files hold others in "
+        f"{name}: transformers loads these, and takes those of the embeddings as soon as rows are added",
+        f"set {TIE_FIELD}: false in config.json of the base, if the head is to keep its own values, or else remove {name} from "
+        "its files",
     )
 
 

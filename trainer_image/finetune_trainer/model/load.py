@@ -23,13 +23,25 @@ from finetune_trainer.errors import ModelError
 from finetune_trainer.model.dtypes import ModelDtypes, resolve_dtypes, torch_dtype
 from finetune_trainer.model.packed_weights import make_fit_for_training
 from finetune_trainer.weights.errors import MergeError
-from finetune_trainer.weights.headers import read_checkpoint
+from finetune_trainer.weights.families import TIE_FIELD, family_of
+from finetune_trainer.weights.headers import CONFIG_FILE, read_checkpoint, read_json
+from finetune_trainer.weights.read_model import differing_ties
+from finetune_trainer.weights.stored import StoredModel
 
 SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def load_config(plan: RunPlan, directory: Path) -> PreTrainedConfig:
-    """The model's configuration. Raises ModelError."""
+    """The configuration of the model that transformers loads. Raises ModelError."""
+    config = stated_config(plan, directory)
+    if _has_two_heads(config, directory):
+        # PEFT, and what builds the model without its files, look at the configuration alone.
+        _untie(config)
+    return config
+
+
+def stated_config(plan: RunPlan, directory: Path) -> PreTrainedConfig:
+    """What config.json says. Raises ModelError."""
     if not (directory / "config.json").is_file():
         raise ModelError(
             f"spec.model.source: {directory}/config.json does not exist",
@@ -39,6 +51,38 @@ def load_config(plan: RunPlan, directory: Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(directory, trust_remote_code=plan.model.allow_remote_code, local_files_only=True)
     except (ValueError, OSError) as error:
         raise ModelError(f"spec.model.source: {directory}/config.json is not accepted: {error}") from error
+
+
+def ties_head(config: PreTrainedConfig) -> bool:
+    """Whether a configuration ties the output head to the embeddings."""
+    return any(getattr(part, TIE_FIELD, False) for part in (config, config.get_text_config()))
+
+
+def _untie(config: PreTrainedConfig) -> None:
+    for part in (config, config.get_text_config()):
+        part.tie_word_embeddings = False
+
+
+def _has_two_heads(config: PreTrainedConfig, directory: Path) -> bool:
+    """Whether config.json ties the output head, and the files hold values of its own for it, which transformers takes then."""
+    text = config.get_text_config()
+    if not ties_head(config):
+        return False
+    try:
+        tensors = read_checkpoint(directory).tensors
+        # The library is asked about unknown types of models, which takes a while, only if there may be a second head.
+        if (
+            sum(
+                header.shape[:1] == (getattr(text, "vocab_size", None),) and len(header.shape) == 2 for header in tensors.values()
+            )
+            < 2
+        ):
+            return False
+        stored = read_json(directory / CONFIG_FILE)
+        model = StoredModel(tensors, stored, family_of(stored, tensors))
+        return not model.family.always_tied and bool(differing_ties(model))
+    except (MergeError, OSError):  # what is wrong with the files, those who read them say
+        return False
 
 
 def attention_of(plan: RunPlan, config: PreTrainedConfig) -> str:
@@ -177,6 +221,8 @@ def load_base_model(plan: RunPlan, directory: Path, device: torch.device) -> Pre
     if not plan.method.trains_adapter:
         freeze_as_built(model, build_on_meta(plan, directory))
     model.config.use_cache = False
+    if ties_head(model.config) and not ties_head(config):
+        _untie(model.config)
     model.train()
     return model
 

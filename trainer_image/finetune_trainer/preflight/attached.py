@@ -7,9 +7,11 @@ is in experts.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from peft import PeftModel
+from peft.tuners.oft.layer import OFTLayer
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
@@ -26,6 +28,9 @@ from finetune_trainer.preflight.adapted_modules import adapted_modules, adapter_
 from finetune_trainer.preflight.experts import adapted_routers, experts_not_packed, experts_without_adapter
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.preflight.name_matching import pattern_matches, targets
+
+_MOST_DIVISORS = 16
+"""Named in a fix."""
 
 
 def check_attached(seen: ModelInspection) -> list[Finding]:
@@ -46,6 +51,7 @@ def attached_findings(model: nn.Module, method: MethodPlan) -> list[Finding]:
         *_rows_of_a_saved_module(model, method, field),
         *_saved_by_their_end(model, field),
         *_not_fed_forward(model, method, field),
+        *_blocks_of_another_size(model, method, field),
         *_rows_beyond(model, method, field),
         *_rows_twice(model, method, field),
         *_patterns_of_others(model, method, field),
@@ -148,6 +154,43 @@ def _not_fed_forward(model: PeftModel, method: MethodPlan, field: str) -> Iterat
             fix="name adapted modules only",
             changes={f"{field}.feedforwardModules": [name for name in written if name not in wrong]},
         )
+
+
+def _blocks_of_another_size(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
+    """OFT only: PEFT takes the next number that divides a layer's width, where others of its methods refuse the written one."""
+    if method.type is not MethodType.OFT or method.adapter is None:
+        return
+    config = model.peft_config[ADAPTER]
+    setting, asked = ("oftBlockSize", config.oft_block_size) if config.r == 0 else ("r", config.r)
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, OFTLayer)}
+    taken = {name: (layer.oft_block_size if config.r == 0 else layer.r)[ADAPTER] for name, layer in layers.items()}
+    others = [name for name, number in taken.items() if number != asked]
+    if not others:
+        return
+    common = math.gcd(*(layer.in_features for layer in layers.values()))
+    # A block of one channel cannot turn.
+    fitting = [
+        number for number in range(1, common + 1) if common % number == 0 and (number if config.r == 0 else common // number) > 1
+    ]
+    nearest = min(fitting, key=lambda number: abs(number - asked), default=None)
+    shown = others[0].removeprefix(INSIDE_PEFT)
+    yield make_finding(
+        "adapter-blocks-of-another-size",
+        field=f"{field}.{setting}",
+        value=f"{asked}" + ("" if setting in method.adapter.settings else " (the default)"),
+        message=f"{asked} does not divide the {layers[others[0]].in_features} channels of {shown}, and PEFT takes "
+        f"{taken[others[0]]} in its place ({len(others)} of {len(layers)} adapted layers get another number than this)",
+        fix=f"write {_one_of(fitting)}, which divide the channels of all of them"
+        if fitting
+        else f"name only layers in {TARGETS} whose channels it divides: no number divides those of all of them",
+        changes=None if nearest is None else {f"{field}.{setting}": nearest},
+    )
+
+
+def _one_of(numbers: list[int]) -> str:
+    """In words, without the largest if there are many."""
+    shown = ", ".join(str(number) for number in numbers[:_MOST_DIVISORS])
+    return f"one of {shown}" + (", ..." if len(numbers) > _MOST_DIVISORS else "")
 
 
 def _rows_beyond(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:

@@ -55,6 +55,7 @@ from finetune_trainer.preflight.model_inspection import (
 from finetune_trainer.preflight.small_model import check_small_model
 from finetune_trainer.preflight.stored_weights import check_decomposition, check_element_types, check_zero_rows
 from finetune_trainer.preflight.task import check_task
+from finetune_trainer.preflight.two_heads import check_rows_of_two_heads
 
 STRUCTURE: tuple[CheckStep[ModelInspection], ...] = (
     CheckStep(check_loading, (nothing_refused,)),
@@ -77,6 +78,7 @@ STRUCTURE: tuple[CheckStep[ModelInspection], ...] = (
     CheckStep(check_element_types, (is_attached,)),
     CheckStep(check_fp8, (is_attached,)),
     CheckStep(check_attached, (is_attached,)),
+    CheckStep(check_rows_of_two_heads, (is_attached,)),
     CheckStep(check_used, (is_attached, is_observed)),
     CheckStep(check_units_used, (is_attached, is_observed, is_sharded)),
     CheckStep(check_coverage, (is_attached, trains_lora)),

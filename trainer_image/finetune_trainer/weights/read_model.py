@@ -19,15 +19,19 @@ def read_stored_model(base: Checkpoint, config: Mapping[str, Any]) -> StoredMode
     Like transformers, does not tie stored copies that differ, whatever config.json says (T5 1.1 says one thing and means
     another).
     """
-    family = family_of(config, base.tensors)
-    model = StoredModel(base.tensors, config, family)
-    differing = {
+    model = StoredModel(base.tensors, config, family_of(config, base.tensors))
+    differing = differing_ties(model)
+    return StoredModel(base.tensors, config, model.family, differing) if differing else model
+
+
+def differing_ties(model: StoredModel) -> set[str]:
+    """Paths whose stored values differ from those of the parameter that config.json ties them to."""
+    return {
         path
         for tie in model.ties
         for path in tie.stored[1:]
         if not have_same_values(model.parameters[tie.source].parts[0].header, model.parameters[path].parts[0].header)
     }
-    return StoredModel(base.tensors, config, family, differing) if differing else model
 
 
 def have_same_values(first: TensorHeader, second: TensorHeader) -> bool:

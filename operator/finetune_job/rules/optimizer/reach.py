@@ -193,12 +193,19 @@ def steps_too_large(context: RuleContext) -> Problem | None:
     return Problem(
         field=_SETTINGS if removed[0] == _SETTINGS_ALPHA else removed[0],
         value=written[removed[0]],
-        message=f"each step moves a weight by about {_step(plan):.2g} (learning rate x loraPlusRatio x the adapter's scaling), "
-        "and weights of language models are of the order of 0.02: what the model knows is overwritten",
-        fix=f"remove {' and '.join(removed)}, or write usual values: a rate from {_rates(plan).words}, a loraAlpha of twice "
-        "the rank",
+        message=f"each step moves a weight by about {_step(plan):.2g} ({_factors(plan.method)}), and weights of language models "
+        "are of the order of 0.02: what the model knows is overwritten",
+        fix=f"remove {' and '.join(removed)}, or write usual values: a rate from {_rates(plan).words}"
+        + (", a loraAlpha of twice the rank" if plan.method.lora is not None else ""),
         changes=dict.fromkeys(removed),
     )
+
+
+def _factors(method: MethodPlan) -> str:
+    """What a step's length is made of."""
+    if method.lora is not None:
+        return "learning rate x loraPlusRatio x the adapter's scaling"
+    return "the learning rate" if method.adapter is None else "learning rate x the adapter's scaling"
 
 
 def _overwrites(plan: RunPlan) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 
 from finetune_job.api.training import OptimizerName, Scheduler
+from finetune_job.plan.resolve_training import USUAL_LEARNING_RATES, USUAL_SGD_LEARNING_RATE
 from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
 from finetune_job.rules.rule_tables import (
     ABOVE_0,
@@ -144,7 +145,9 @@ SCHEDULE_RANGES = (
         ("training.learningRate",),
         ABOVE_0,
         "no weight would change",
-        'a rate such as "2e-4"',
+        # The API server says the same, which tells no methods apart.
+        f'a usual rate: "{USUAL_LEARNING_RATES[False]}" for adapters, "{USUAL_LEARNING_RATES[True]}" for Full, '
+        f'"{USUAL_SGD_LEARNING_RATE}" for SGD',
         ("AdamW: every update is a multiple of the learning rate",),
         "every version",
         Reproduction(f"{_TESTS}::test_nothing_changes_at_a_rate_of_0", "no error: the weights never change"),

@@ -102,12 +102,12 @@ def test_what_cannot_be_audited_is_told_with_the_fix(runs: tuple[RunDirectory, R
     claims = place.root.parents[1]
     assert refused("audit", "absent", "--claims", str(claims)) == (
         2,
-        f"absent: no such run below {claims}; `finetune list --local` lists those that there are\n",
+        f"absent: no such run below {claims}; `finetune list --claims {claims}` lists those that there are\n",
     )
     code, said = refused("audit", "x" * 300, "--claims", str(claims))
     assert (code, said.partition("xx: ")[2]) == (
         2,
-        f"no such run below {claims}; `finetune list --local` lists those that there are\n",
+        f"no such run below {claims}; `finetune list --claims {claims}` lists those that there are\n",
     )
     code, said = refused("audit", run, "--ranks", "3")
     assert (code, said) == (2, "--ranks 3: the run has 2; give at most as many\n")

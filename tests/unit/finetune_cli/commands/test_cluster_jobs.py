@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import re
 import shlex
 import tarfile
 import zlib
@@ -32,6 +33,9 @@ EVENTS = "/api/v1/namespaces/team/events"
 PROFILES = "/apis/finetune.dev/v1alpha1/finetuneprofiles"
 ACCOUNTS = "/api/v1/namespaces/system/configmaps"
 Run = Callable[[str], Result]
+PROPOSED = re.compile(r"`(finetune (?!explain (?!job/))[^`]+)`|run: +(.+)")
+"""What a user is told to type; what a word means has nothing to do with a cluster."""
+CONTEXT = "here"
 VISION = ["team", "vision", "LoRA", "", "default", "nvidia.com/gpu", "2.50"]
 SPEECH = ["other", "speech", "LoRA", "", "default", "nvidia.com/gpu", ""]
 LEDGER = {
@@ -148,6 +152,22 @@ def test_what_is_printed_of_one_job(run: Run, tmp_path: Path, name: str) -> None
     assert "\x1b" not in found
     assert "\u202e" not in found
     check_golden(f"{name}.txt", found, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["succeeded", "failed", "stalled", "new", "running"])
+def test_commands_that_are_proposed_name_the_context_that_was_given(run: Run, tmp_path: Path, name: str) -> None:
+    (tmp_path / "job.yaml").write_text(ACCEPTED.replace("name: tuned", f"name: {name}"))
+    (tmp_path / "two.yaml").write_text(ACCEPTED + "---\n" + ACCEPTED.replace("name: tuned", "name: other"))
+    lines = [
+        *(f"status {name}", f"explain job/{name}", f"wait {name} --timeout 0", f"logs {name} --stage merge", "submit job.yaml"),
+        *(f"fork {name} --from x", f"fork {name} --from newest", f"reproduce {name}", f"suspend {name}", f"retry {name}"),
+        *("submit two.yaml --watch", f"cancel {name}"),
+    ]
+    found = session(run, [f"{line} -n team --context {CONTEXT}" for line in lines])
+    proposed = [each for pair in PROPOSED.findall(found) for each in pair if each]
+    assert proposed
+    for command in (part.strip() for each in proposed for part in each.split(" | ")):
+        assert f" -n team --context {CONTEXT}" in command, found
 
 
 def test_what_is_printed_of_many_jobs(run: Run, server: ApiServer, tmp_path: Path) -> None:
@@ -397,7 +417,7 @@ def test_a_local_run_is_asked_for_by_an_option(run: Run, tmp_path: Path, server:
     done = run("status running --local")
     assert (done.exit_code, done.output) == (
         2,
-        "running: no such run below runs/claims; `finetune list --local` lists those that there are\n",
+        "running: no such run below runs/claims; `finetune list --claims runs/claims` lists those that there are\n",
     )
     assert server.asked == []
 

@@ -85,6 +85,9 @@ def test_sharding_that_nobody_has_set():
     assert first.reshard_after_forward is None
     rows = planned(FSDP1 | {"method.lora.trainableTokenIndices": [3]}).parallelism.fsdp
     assert (rows.peft_wrap_policy, rows.use_orig_params) == (True, True)
+    of_head = FSDP1 | {"model.addedTokens": [{"content": "<a>"}], "method.lora.modulesToSave": ["embed_tokens"]}
+    assert planned(of_head).parallelism.fsdp.use_orig_params is True
+    assert planned(of_head | {"method.lora.modulesToSave": ["embed_tokens", "lm_head"]}).parallelism.fsdp.use_orig_params is False
     written = planned(FSDP1 | {"parallelism.fsdp.peftWrapPolicy": False}).parallelism.fsdp
     assert (written.peft_wrap_policy, written.use_orig_params) == (False, True)
     assert planned(FSDP1 | {"parallelism.fsdp.peftWrapPolicy": False}).method.lora.autocast_adapter_dtype is False

@@ -604,8 +604,14 @@ def test_fewer_nodes_fit_a_limit_of_devices_before_fewer_ranks_on_each(nodes: in
         ("training-moves-nothing", {RATE: "1e-18"}, 'a rate such as "2e-4"'),
         ("training-moves-nothing", SGD | {RATE: "1e-18"}, 'a rate such as "0.01"'),
         ("steps-too-large", FULL | {RATE: "0.5"}, 'a rate from "1e-6" to "1e-4" for Full'),
+        ("learning-rate-zero", {RATE: "0"}, '"2e-4" for adapters, "2e-5" for Full, "0.01" for SGD'),
     ],
 )
 def test_a_proposed_rate_is_one_of_the_usual_rates_that_are_named(rule, written, said):
     (finding,) = [each for each in judged(manifest(written)) if each.rule == rule]
     assert said in finding.fix
+
+
+def test_what_only_adapters_have_is_not_proposed_for_a_full_fine_tuning() -> None:
+    (finding,) = [each for each in judged(manifest(FULL | {RATE: "0.5"})) if each.rule == "steps-too-large"]
+    assert "lora" not in finding.message + finding.fix

@@ -99,6 +99,7 @@ Q = {"targetModules": ["q_proj"]}
 TOKENS = {"method.lora.trainableTokenIndices": [3]}
 TOOL = {"content": "<a>"}
 ADDED = {"model.addedTokens": [TOOL]}
+SAVED = {"method.lora.modulesToSave": ["embed_tokens"]}
 EXPERTS = {"method.lora.targetParameters": ["mlp.experts.down_proj"]}
 
 
@@ -987,6 +988,16 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ("fsdp1-trainable-tokens", V1 | TOKENS | BF16, V2 | TOKENS | BF16, None),
     ("fsdp1-trainable-tokens", V1 | ADDED | BF16, V1 | ADDED | BF16 | lora(modulesToSave=["embed_tokens", "lm_head"]), None),
     ("fsdp1-trainable-tokens", V1 | ADDED | {F + "useOrigParams": False}, V1 | ADDED | FULL, None),
+    # Of a head that is not saved next to its embedding rows are trained, or the job is refused because it is tied.
+    ("fsdp1-trainable-tokens", V1 | ADDED | BF16 | SAVED, V1 | ADDED | BF16 | lora(modulesToSave=["embed_tokens", "head"]), None),
+    ("fsdp1-trainable-tokens", V1 | ADDED | SAVED | {F + "useOrigParams": False}, V1 | ADDED | SAVED, None),
+    ("fsdp1-trainable-tokens", V1 | ADDED | BF16 | SAVED, V1 | BF16 | SAVED, None),
+    (
+        "fsdp1-trainable-tokens",
+        V1 | ADDED | BF16 | SAVED,
+        V1 | ADDED | BF16 | lora(modulesToSave=["embed_tokens"], targetModules=["lm_head"]),
+        None,
+    ),
     (
         "added-token-repeated",
         {"model.addedTokens": [TOOL, {"content": "<b>", "special": True}, {**TOOL, "special": True}]},

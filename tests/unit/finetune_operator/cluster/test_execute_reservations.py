@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from finetune_job.api.status import PlanStatus
+from finetune_job.api.status import Condition, PlanStatus
+from finetune_job.conditions import ConditionType
 from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
 from finetune_operator.cluster.execute import PassOutcome, starts
 from finetune_operator.cluster.gather import Gathered
-from finetune_operator.cluster.kinds import JOBS, PROFILES
+from finetune_operator.cluster.kinds import JOBS, PROFILES, JobKey
 from finetune_operator.decide.actions import Actions
 from tests.unit.finetune_operator.cluster import objects
 from tests.unit.finetune_operator.cluster.test_execute import KEY, STATUS, Scene, scene
@@ -32,6 +33,8 @@ class Line:
         other = objects.finetune_job(uid="other-uid", status={"conditions": [{"type": "Stalled", "status": "True"}]})
         other["metadata"] |= {"name": "other", "creationTimestamp": "2025-01-02T03:04:05Z"}
         self.stage.cache.take(JOBS, self.stage.api.put(JOBS, other))
+        self.turns: list[JobKey] = []
+        self.stage.cache.lines.turn_has_come = self.turns.append
 
     async def execute(self, gathered: Gathered, actions: Actions = FREEZE) -> PassOutcome:
         return await self.stage.executor.execute(gathered, actions)
@@ -117,6 +120,25 @@ def test_lost_answer_is_settled_by_another_try() -> None:
             await line.execute(await line.stage.gathered())
         assert await line.execute(await line.stage.gathered()) is PassOutcome.ACTED
         assert line.is_taken()
+
+    living(scenario)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_write_that_frees_the_place_wakes_the_job_whose_turn_comes_by_it(ends: bool) -> None:
+    """No watch tells of it: the echo of an own write is known already."""
+
+    async def scenario(line: Line) -> None:
+        await line.execute(await line.stage.gathered())
+        next_one = objects.finetune_job(uid="next-uid")
+        next_one["metadata"] |= {"name": "next", "creationTimestamp": "2026-02-02T03:04:05Z"}
+        line.stage.cache.take(JOBS, line.stage.api.put(JOBS, next_one))
+        gathered = await line.stage.gathered()
+        kind = ConditionType.FINISHED if ends else ConditionType.READY
+        conditions = (Condition(type=kind, status="True", reason="Known", last_transition_time=objects.CREATED),)
+        status = gathered.observed.job.status.model_copy(update={"conditions": conditions})
+        await line.execute(gathered, Actions(status=status))
+        assert line.turns == ([JobKey("team", "next")] if ends else [])
 
     living(scenario)
 

@@ -31,6 +31,8 @@ def profile(limit: int | None, version: int = 1) -> dict[str, Any]:
 class Team:
     def __init__(self, limit: int = 2) -> None:
         self.cache = Cache(Clock())
+        self.turns: list[str] = []
+        self.cache.lines.turn_has_come = lambda key: self.turns.append(key.name)
         self.cache.take(PROFILES, profile(limit))
 
     def ahead(self, name: str) -> int:
@@ -44,8 +46,10 @@ class Team:
         assert held is not None
         return held
 
-    def woken(self, document: dict[str, Any]) -> set[str]:
-        return {key.name for key in self.cache.take(JOBS, document)} - {document["metadata"]["name"]}
+    def woken(self, document: dict[str, Any]) -> list[str]:
+        self.turns.clear()
+        self.cache.take(JOBS, document)
+        return self.turns
 
 
 def test_older_jobs_and_active_ones_are_ahead() -> None:
@@ -80,17 +84,18 @@ def test_job_that_finishes_wakes_the_one_whose_turn_it_is() -> None:
         team.cache.take(JOBS, job(name, second, status=STARTED))
     for name, second in (("a", 3), ("b", 4), ("c", 5)):
         team.cache.take(JOBS, job(name, second))
-    assert team.woken(job("one", 1, version=2, status=FINISHED)) == {"a"}
-    assert team.woken(job("a", 3, version=2, status=STARTED)) == set()
-    assert team.cache.remove(JOBS, team.held("two")) == {JobKey("team", "two"), JobKey("team", "b")}
+    assert team.woken(job("one", 1, version=2, status=FINISHED)) == ["a"]
+    assert team.woken(job("a", 3, version=2, status=STARTED)) == []
+    assert team.cache.remove(JOBS, team.held("two")) == {JobKey("team", "two")}
+    assert team.turns == ["b"]
 
 
 def test_job_that_leaves_the_line_wakes_the_one_that_moves_up_to_the_limit() -> None:
     team = Team(limit=2)
     for name, second in (("a", 1), ("b", 2), ("c", 3), ("d", 4)):
         team.cache.take(JOBS, job(name, second))
-    assert team.woken(job("b", 2, version=2, status=STALLED)) == {"c"}
-    assert team.woken(job("b", 2, version=3)) == set()
+    assert team.woken(job("b", 2, version=2, status=STALLED)) == ["c"]
+    assert team.woken(job("b", 2, version=3)) == []
     assert team.ahead("c") == 2
 
 
@@ -107,7 +112,8 @@ def test_of_jobs_that_are_ready_at_once_only_as_many_get_a_place_as_there_are() 
     assert not team.reserves("c")
     # A later state shows that the write of the other one did not go through.
     assert team.cache.lines.has_reserved(team.held("b"))
-    team.cache.take(JOBS, job("b", 2, version=2, status=STALLED))
+    team.cache.take(JOBS, job("c", 3, version=2))
+    assert team.woken(job("b", 2, version=2, status=STALLED)) == ["c"]
     assert team.reserves("c")
 
 
@@ -122,9 +128,32 @@ def test_a_place_that_was_reserved_in_vain_is_given_back_once() -> None:
         assert not team.cache.lines.has_reserved(team.held("a"))
         assert (team.ahead("a"), team.ahead("b")) == (0, 1)
     assert not team.reserves("b"), "the older one is still first"
+    assert team.turns == [], "nor is it woken by what it has given back itself"
     assert team.reserves("a")
-    assert team.cache.remove(JOBS, team.held("a")) == {JobKey("team", "a"), JobKey("team", "b")}
+    team.cache.remove(JOBS, team.held("a"))
+    assert team.turns == ["b"]
     assert team.reserves("b")
+
+
+def test_an_older_job_that_became_ready_meanwhile_is_woken_when_a_place_is_given_back() -> None:
+    team = Team(limit=1)
+    team.cache.take(JOBS, job("old", 1, status=STALLED))
+    for name, second in (("a", 2), ("b", 3)):
+        team.cache.take(JOBS, job(name, second))
+    assert team.reserves("a")
+    team.cache.take(JOBS, job("old", 1, version=2))
+    assert not team.reserves("old")
+    team.cache.lines.give_back(team.held("a"))
+    assert team.turns == ["old"]
+    assert team.reserves("old")
+
+
+def test_the_next_one_is_woken_when_a_job_that_cannot_start_gives_its_place_back() -> None:
+    team = Team(limit=1)
+    for name, second in (("a", 1), ("b", 2)):
+        team.cache.take(JOBS, job(name, second))
+    assert team.reserves("a")
+    assert team.woken(job("a", 1, version=2, run={"suspend": True})) == ["b"]
 
 
 def test_without_a_limit_nothing_is_reserved() -> None:
@@ -140,7 +169,7 @@ def test_no_limit_wakes_nobody_and_a_new_one_wakes_all() -> None:
     team.cache.take(PROFILES, profile(None, version=2))
     team.cache.take(JOBS, job("one", 1, status=STARTED))
     team.cache.take(JOBS, job("a", 2))
-    assert team.woken(job("one", 1, version=2, status=FINISHED)) == set()
+    assert team.woken(job("one", 1, version=2, status=FINISHED)) == []
     assert team.cache.take(PROFILES, profile(1, version=3)) == {JobKey("team", "a")}
 
 
@@ -190,7 +219,7 @@ def test_deleted_job_that_a_finalizer_holds_is_not_in_the_line() -> None:
     team.cache.take(JOBS, job("b", 2))
     going = job("a", 1, version=2)
     going["metadata"] |= {"deletionTimestamp": objects.CREATED, "finalizers": ["example.com/hold"]}
-    assert team.woken(going) == {"b"}
+    assert team.woken(going) == ["b"]
     assert team.ahead("b") == 0
 
 

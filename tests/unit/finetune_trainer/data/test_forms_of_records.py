@@ -366,6 +366,73 @@ def test_calls_of_tools_as_turns_are_refused_at_the_first_answer(tmp_path, recor
     assert learnt(root, spec) == [CALLED]
 
 
+def test_a_call_as_a_turn_is_refused_also_if_an_assistant_speaks_in_the_chat(tmp_path):
+    """Without mapping.roles, so that no other name of a role is refused."""
+    names = {"human": "user", "gpt": "assistant", "observation": "tool"}
+    turns = [{"role": names.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in CALLING]
+    root, spec = claim(tmp_path, "a.jsonl", [{"messages": turns}]), spec_of("a.jsonl", {**CHATS, "chatTemplate": "ChatML"})
+    (finding,) = found_in(root, spec)
+    assert "key 'messages[1].role' is a call of a tool as a turn of its own" in finding.message
+    assert (finding.fix, finding.changes) == (NOT_LEARNT + AS_WORDS, ())
+    changed = applied(spec, [FieldChange(field=path, value=value) for path, value in by_words(finding.fix).items()])
+    assert learnt(root, changed) == [CALLED]
+
+
+OF_TOOLS = (
+    "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}{% for message in messages %}<|im_start|>"
+    "{{ message.role }}\n{{ message.content or '' }}{% for call in message.tool_calls or [] %}{{ call.function.name }}"
+    "({{ call.function.arguments | tojson if call.function.arguments is mapping else call.function.arguments }}){% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+OLDER_TURNS = [
+    TURNS[0],
+    {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+    {"role": "function", "name": "f", "content": "1"},
+    {**TURNS[1], "function_call": None},
+]
+NEWER_TURNS = [
+    TURNS[0],
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
+    },
+    {"role": "tool", "name": "f", "content": "1"},
+    TURNS[1],
+]
+
+
+@pytest.mark.parametrize("file", ["a.jsonl", "a.parquet"])
+def test_calls_in_the_older_form_are_read_as_those_of_tools(tmp_path, file):
+    """function_call, the role function, and functions: what came before tool_calls, the role tool, and tools."""
+    function = {"name": "f", "description": "d"}
+    root = claim(tmp_path, file, [{"messages": OLDER_TURNS, "functions": [function]}])
+    spec = spec_of(file, {**CHATS, "chatTemplate": OF_TOOLS})
+    assert found_in(root, spec) == []
+    other = tmp_path / "other"
+    other.mkdir()
+    newer = claim(other, "a.jsonl", [{"messages": NEWER_TURNS, "tools": [{"type": "function", "function": function}]}])
+    expected = f'<f>{ASK}user\nq{END}\n{ASK}assistant\n[f({{"x": 1}}){END}]\n{ASK}tool\n1{END}\n{ASK}assistant\n[a{END}]\n'
+    assert learnt(newer, spec_of("a.jsonl", {**CHATS, "chatTemplate": OF_TOOLS})) == [expected]
+    assert learnt(root, spec) == [expected]
+
+
+@pytest.mark.parametrize("call", ["auto", {"arguments": "{}"}, [{"name": "f"}]])
+def test_a_call_in_the_older_form_that_calls_nothing_is_refused(tmp_path, call):
+    turns = [TURNS[0], {"role": "assistant", "content": "a", "function_call": call}]
+    root = claim(tmp_path, "a.jsonl", [{"messages": turns}])
+    (finding,) = found_in(root, spec_of("a.jsonl", {**CHATS, "chatTemplate": "ChatML"}))
+    assert "key 'messages[1].function_call' is no call of a function" in finding.message
+    assert "tool_calls" in finding.fix
+
+
+def test_a_role_of_the_name_function_stays_if_no_turn_calls_in_the_older_form(tmp_path):
+    turns = [TURNS[0], {"role": "function", "content": "1"}, TURNS[1]]
+    root = claim(tmp_path, "a.jsonl", [{"messages": turns}])
+    spec = spec_of("a.jsonl", {**CHATS, "chatTemplate": "ChatML"})
+    assert learnt(root, spec) == [f"{ASK}user\nq{END}\n{ASK}function\n1{END}\n{ASK}assistant\n[a{END}]\n"]
+
+
 def test_rated_answers_are_refused_as_preferences_are(tmp_path):
     root = claim(tmp_path, "a.jsonl", RATED)
     (finding,) = found_in(root, spec_of("a.jsonl", {}))

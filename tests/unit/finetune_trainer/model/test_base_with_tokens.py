@@ -198,6 +198,35 @@ def test_a_full_disk_is_told_before_and_after(tmp_path: Path, monkeypatch: pytes
         answer(work)
 
 
+def test_a_tied_head_that_the_files_hold_apart_is_told(tmp_path: Path) -> None:
+    """transformers loads both as they are stored, and ties them, without the head's values, as soon as rows are added."""
+    work = order(tmp_path, tie_word_embeddings=False)
+    config = work.base / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    model = AutoModelForCausalLM.from_pretrained(work.base)
+    head = model.lm_head.weight.detach().clone()
+    assert not torch.equal(head, model.model.embed_tokens.weight)
+    model.resize_token_embeddings(model.config.vocab_size + 2)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    (finding,) = make_base_with_tokens(work)
+    assert (finding.rule, finding.field, finding.value) == (
+        "added-tokens-without-rows",
+        "spec.model.addedTokens",
+        "lm_head.weight",
+    )
+    assert "tie_word_embeddings" in finding.message
+    assert finding.fix == (
+        "set tie_word_embeddings: false in config.json of the base, if the head is to keep its own values, or else remove "
+        "lm_head.weight from its files"
+    )
+    assert not work.record.exists()
+    # The first of the two ways out; the second is that of any tied base.
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
+    assert make_base_with_tokens(work) == []
+    made = AutoModelForCausalLM.from_pretrained(work.target)
+    assert torch.equal(made.lm_head.weight[:257], head[:257]), "all but the rows to spare that the tokens have taken"
+
+
 def test_a_link_out_of_the_base_is_not_followed(tmp_path: Path) -> None:
     work = order(tmp_path)
     secret = tmp_path / "secret"

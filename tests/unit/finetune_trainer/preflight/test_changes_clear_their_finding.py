@@ -142,6 +142,13 @@ CASES: list[tuple[str, str, str, Spec]] = [
         "bfloat16",
         {"method.type": "IA3", SETTINGS + "feedforwardModules": ["down_proj", "up_proj"]},
     ),
+    ("adapter-blocks-of-another-size", "llama", "bfloat16", {"method.type": "OFT", SETTINGS + "oftBlockSize": 7}),
+    (
+        "adapter-blocks-of-another-size",
+        "llama",
+        "bfloat16",
+        {"method.type": "OFT", SETTINGS + "r": 7, SETTINGS + "oftBlockSize": 0},
+    ),
     ("target-parameters-all-layers", "qwen3_moe", "bfloat16", {LORA + "targetModules": MLP, LORA + "layersToTransform": [1]}),
     ("target-module-not-adapted", "deepseek_v3", "bfloat16", {LORA + "targetModules": ["o_proj", *MLP]}),
     ("experts-not-excluded", "deepseek_v3", "bfloat16", {LORA + "excludeModules": ["q_a_proj", *MLP]}),

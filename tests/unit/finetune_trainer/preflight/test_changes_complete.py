@@ -28,6 +28,7 @@ APPLIED = {
     "added-tokens-untrained": _ADDED,
     "adapter-base-guessed": "tests/unit/finetune_trainer/inspection/test_base_name.py"
     "::test_the_name_that_only_config_json_gives_is_told",
+    "adapter-blocks-of-another-size": _OF_MODEL,
     "adapter-bypassed": _OF_MODEL,
     "adapter-pattern-on-experts": _OF_MODEL,
     "adapter-pattern-unmatched": _OF_MODEL,
@@ -87,6 +88,7 @@ WITHOUT = {
     "adapter-patterns-overlap": _CHOICE,
     "added-token-not-kept": _OTHER_MODEL,
     "added-tokens-without-rows": _OTHER_MODEL,
+    "token-rows-with-two-heads": _MODEL_FILES,
     "adapter-without-values": "which rank or block is wanted depends on the method, and the author chooses it",
     "chat-answer-not-asked-for": _TEMPLATE,
     "chat-asks-otherwise": _TEMPLATE,

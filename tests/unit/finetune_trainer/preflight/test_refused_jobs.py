@@ -9,6 +9,7 @@ from transformers import LlamaForCausalLM
 from finetune_job.failures import FailureClass, Outcome
 from finetune_trainer.roles.preflight import run
 from finetune_trainer.weights.errors import UnsupportedBaseError
+from tests.unit.finetune_trainer.preflight.test_added_tokens import tie
 
 INDEX = "model.safetensors.index.json"
 
@@ -296,8 +297,7 @@ def test_records_longer_than_the_models_positions_are_refused(context, model):
 
 @pytest.mark.parametrize("settings", [{"targetModules": ["embed_tokens", "q_proj"]}, {"modulesToSave": ["lm_head"]}])
 def test_an_adapter_on_tied_embeddings_is_accepted_because_they_are_parted(context, model, settings):
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tie(model)
     assert run(context({"method.lora": settings})).outcome is Outcome.SUCCEEDED
 
 

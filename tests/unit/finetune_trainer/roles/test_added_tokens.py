@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune_job.failures import EXIT_CODES, FailureClass, Outcome
@@ -18,6 +20,7 @@ from finetune_trainer.__main__ import main
 from finetune_trainer.added_tokens import read_added_tokens
 from finetune_trainer.context import RunContext, read_plan
 from finetune_trainer.errors import ModelError
+from finetune_trainer.inspection.audit import inspect_run
 from finetune_trainer.inspection.report import read_report
 from finetune_trainer.roles import audit
 from finetune_trainer.roles.merge import merge
@@ -164,6 +167,54 @@ def test_another_preflight_knows_nothing_of_the_rows_of_an_earlier_one(tmp_path:
     assert added.ids == tuple(range(258, 268))
     assert [choice.value for choice in report.batches if choice.field.endswith("trainableTokenIndices")] == [list(added.ids)]
     assert {shape[0] for name, shape in report.trainable.items() if "tokens_delta" in name} == {10}
+
+
+def changed_source(source: Path, change: str) -> None:
+    """What the job names is another base now, of which the copy with added tokens knows nothing."""
+    path = source / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    embedding = tensors["model.embed_tokens.weight"]
+    if change == "known row":
+        embedding[256, 31] += 1
+    elif change == "row of an added token":  # it had been to spare, and nothing was made of it
+        embedding[260] += 1
+    elif change == "last weight":
+        tensors["model.norm.weight"][-1] += 1
+    elif change == "element type":
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.bfloat16)
+    elif change == "other tensors":
+        tensors["model.more.weight"] = torch.zeros(2)
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("nothing", ""),
+        ("row of an added token", ""),
+        ("known row", "another model.embed_tokens.weight than the base"),
+        ("last weight", "another model.norm.weight than the base"),
+        ("element type", "another model.norm.weight than the base"),
+        ("other tensors", "other tensors than the base"),
+    ],
+)
+def test_an_audit_compares_the_base_that_the_job_names_with_what_was_made_of_it(tmp_path: Path, change: str, told: str) -> None:
+    context = job(tmp_path, tied=True)
+    changed_source(context.source_model, change)
+    findings = [each for each in inspect_run(context).findings if each.field == "spec.model.source"]
+    assert [each.rule for each in findings] == ["audit-base-differs"] * bool(told)
+    assert all(told in each.message and str(context.source_model) in each.message for each in findings)
+
+
+def test_an_audit_says_if_the_base_that_the_job_names_is_gone_or_not_readable(tmp_path: Path) -> None:
+    context = job(tmp_path, tied=True)
+    path = context.source_model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    (finding,) = [each for each in inspect_run(context).findings if each.field == "spec.model.source"]
+    assert (finding.rule, "cannot be read" in finding.message) == ("audit-base-differs", True)
+    shutil.rmtree(context.source_model)
+    (finding,) = [each for each in inspect_run(context).findings if each.field == "spec.model.source"]
+    assert (finding.rule, "is gone" in finding.message) == ("audit-not-proven", True)
 
 
 def test_nothing_is_trained_without_the_ids_of_added_tokens(tmp_path: Path) -> None:
