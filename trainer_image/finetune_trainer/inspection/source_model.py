@@ -42,7 +42,7 @@ def _is_kept(expected: Checkpoint, found: Checkpoint, name: str, added: AddedTok
 
 def _kept_spans(tensor: TensorHeader, left_out: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """Bytes of a tensor without some of its rows."""
-    if not left_out:
+    if not left_out or not tensor.num_bytes:
         yield 0, tensor.num_bytes
         return
     width, start = tensor.num_bytes // tensor.shape[0], 0
