@@ -97,8 +97,9 @@ def remove_made(record: Path, target: Path) -> None:
     """
     remove_tree(record)
     remove_tree(target)
-    for leftover in target.parent.glob(f"{target.name}{TEMPORARY_MARK}*"):
-        remove_tree(leftover)
+    for path in (record, target):
+        for leftover in path.parent.glob(f"{path.name}{TEMPORARY_MARK}*"):
+            remove_tree(leftover)
 
 
 def known_token(tokens: Sequence[AddedTokenPlan], vocabulary: Mapping[str, int], tokenizer: Any) -> Finding | None:

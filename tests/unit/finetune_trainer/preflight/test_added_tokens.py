@@ -17,6 +17,7 @@ from finetune_job.plan.run_plan import AddedTokenPlan
 from finetune_trainer.added_tokens import AddedTokens, read_added_tokens, with_trained_rows
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import ModelError
+from finetune_trainer.files import temporary_beside
 from finetune_trainer.inspection.report import read_report
 from finetune_trainer.model import base_with_tokens
 from finetune_trainer.preflight import added_tokens
@@ -234,6 +235,20 @@ def test_a_process_that_is_killed_leaves_nothing(context: Any, monkeypatch: pyte
     monkeypatch.setattr(base_with_tokens, "write_with_rows", killed)
     job = context(ADDED)
     with pytest.raises(ModelCheckKilledError, match=r"adds tokens to the base model was killed \(SIGKILL\)"):
+        run(job)
+    assert [path.name for path in job.workspace.root.iterdir() if "added" in path.name] == []
+
+
+def test_a_process_that_is_killed_while_it_writes_the_record_leaves_nothing(
+    context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path, content: bytes) -> None:
+        temporary_beside(path).write_bytes(content[:20])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(base_with_tokens, "write_durably", killed)
+    job = context(ADDED)
+    with pytest.raises(ModelCheckKilledError):
         run(job)
     assert [path.name for path in job.workspace.root.iterdir() if "added" in path.name] == []
 
