@@ -23,6 +23,7 @@ POLICY: dict[str, str] = {
     "fsdp1-adapter-16-bit": "trains, but small updates vanish",
     "target-parameter-unknown": "trains, but a parameter that the manifest names is not adapted",
     "saved-module-unknown": "trains, but a module that the manifest names is not trained",
+    "added-token-known": "the token is another one than the manifest says: it has an id and a row that the base has learnt",
     "best-model-without-validation": "the setting would be ignored",
     "adapter-pattern-unmatched": "trains, but a rank that the manifest names is used nowhere",
     "full-name-beside-layers": "trains, but a layer that the manifest does not choose is adapted",
@@ -68,6 +69,11 @@ POLICY_MESSAGES: dict[str, str] = {
     "attention-not-supported": r"by the bounds of documents: transformers has no fused attention",
 }
 """Findings that are refusals on principle where their message says so; a regular expression."""
+
+SEEN: dict[str, str] = {
+    "added-tokens-untrained": r"rows of added tokens",
+}
+"""Id -> what a run says of it. Goes wrong in silence, but the sweep looks for it, so that a refusal of what is right is false."""
 
 GROWS = (
     r"^fsdp1-",

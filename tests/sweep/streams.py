@@ -55,6 +55,22 @@ PRODUCTS: tuple[dict[str, Sequence[str]], ...] = (
         "targets": ("attention", "embedding", "head", "embedding and head"),
         "saved": (UNSET, "head", "embedding", "head and embedding"),
     },
+    # Rows of added tokens, and what else is done to the modules that have them.
+    {
+        "method": ("LoRA", "DoRA", "QLoRA", "Full", "TrainableTokens"),
+        "architecture": ("llama", "llama_tied"),
+        "added": ("ordinary", "special"),
+        "version": ("1", "2"),
+        "precision": (UNSET, "fp32"),
+    },
+    {
+        "method": ("LoRA", "QLoRA"),
+        "architecture": ("llama", "llama_tied"),
+        "added": ("special",),
+        "targets": ("attention", "embedding", "head"),
+        "saved": (UNSET, "head", "embedding", "head and embedding"),
+        "tokens": (UNSET, "some"),
+    },
     # Biases beside frozen weights.
     {
         "method": ("LoRA",),
@@ -77,7 +93,6 @@ def fixed_cases() -> Iterator[Case]:
     return distinct(mixed)
 
 
-def random_slice(seed: int, count: int, without: set[str]) -> list[Case]:
-    """The first so many new ones of the stream of a seed."""
-    fresh = (case for case in distinct(random_cases(seed)) if case.id not in without)
-    return list(itertools.islice(fresh, count))
+def random_stream(seed: int, without: set[str]) -> Iterator[Case]:
+    """New ones of the stream of a seed."""
+    return (case for case in distinct(random_cases(seed)) if case.id not in without)
