@@ -93,7 +93,7 @@ def make_base_with_tokens(order: BaseOrder) -> list[Finding]:
 def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
     """Raises MergeError if the weights cannot be read as they have to be."""
     checkpoint, config = read_checkpoint(order.base), read_json(order.base / CONFIG_FILE)
-    vocabulary = vocabulary_of(read_stored_model(checkpoint, config), is_adapted=order.trains_adapter)
+    vocabulary = vocabulary_of(read_stored_model(checkpoint, config), saved_whole=order.saved_whole)
     _copy_other_files(order, checkpoint, directory)
     try:
         found = _add_to_tokenizer(order, directory)

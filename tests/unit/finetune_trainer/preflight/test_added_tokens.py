@@ -97,7 +97,7 @@ def test_a_token_that_ends_every_record_is_read(context: Any) -> None:
 
 
 def test_a_base_without_known_rows_is_refused(context: Any, model: Path) -> None:
-    """A head with a bias has a value for each token that no adapter holds."""
+    """A head with a bias has a value for each token that an adapter holds only with the whole head."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -111,6 +111,8 @@ def test_a_base_without_known_rows_is_refused(context: Any, model: Path) -> None
     found = findings(context, ADDED)["added-tokens-without-rows"]
     assert (found.severity, found.field) == ("error", "spec.model.addedTokens")
     assert "lm_head.bias has a value for each token" in found.message
+    assert "modulesToSave names lm_head" in found.message
+    assert "added-tokens-without-rows" not in findings(context, ADDED | {"method.lora.modulesToSave": ["lm_head"]})
 
 
 @pytest.mark.usefixtures("records")
