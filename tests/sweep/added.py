@@ -49,13 +49,13 @@ def write_base(source: Path, target: Path, tokens: Sequence[Token]) -> None:
 
 
 def set_rows(model: Any, tokens: Sequence[Token], seed: int | None) -> None:
-    """Let the rows of added tokens hold the mean, or whatever this seed draws."""
+    """Let the rows of added tokens hold the mean, or whatever this seed draws; biases of a head, too."""
     rows = ids_of(tokens)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        weight = module.weight.data
-        mean = weight[:NUM_KNOWN].double().mean(dim=0).expand(len(rows), -1)
-        drawn = None if seed is None else torch.randn(mean.shape, generator=torch.Generator().manual_seed(seed))
-        weight[rows] = (mean if drawn is None else drawn).to(weight.dtype)
+        for values in (parameter.data for parameter in module.parameters()):
+            mean = values[:NUM_KNOWN].double().mean(dim=0).expand(len(rows), *values.shape[1:])
+            drawn = None if seed is None else torch.randn(mean.shape, generator=torch.Generator().manual_seed(seed))
+            values[rows] = (mean if drawn is None else drawn).to(values.dtype)
 
 
 def trained_rows(

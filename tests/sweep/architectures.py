@@ -6,6 +6,7 @@ the width of a row.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ from transformers import (
     MambaConfig,
     MixtralConfig,
     Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
-from tests.support.tiny_model import VOCABULARY, write_tokenizer
+from tests.support.tiny_model import END, VOCABULARY, write_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NUM_EXPERTS = 4
@@ -75,6 +77,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         "GPT2Block", ("c_attn",), "ln_f", embedding="wte",
     ),
+    "phi": Architecture(
+        PhiConfig(**_SIZES, attention_dropout=0.0, embd_pdrop=0.0, resid_pdrop=0.0), "PhiDecoderLayer", _LLAMA, "final_layernorm"
+    ),
     "phi3": Architecture(Phi3Config(**_SIZES), "Phi3DecoderLayer", ("qkv_proj",), "norm"),
     "mixtral": Architecture(
         MixtralConfig(**_SIZES, num_local_experts=NUM_EXPERTS), "MixtralDecoderLayer", _LLAMA, "norm",
@@ -109,6 +114,9 @@ def write_base(directory: Path, architecture: str, dtype: str) -> None:
         _choose_experts_clearly(model)
     model.to(DTYPES[dtype]).save_pretrained(directory)
     write_tokenizer(directory)
+    # Tokenizers of some models have an unknown token, and where the files name none it is one more.
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "unk_token": END}))
 
 
 def _choose_experts_clearly(model: Any) -> None:

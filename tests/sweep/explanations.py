@@ -92,6 +92,7 @@ UNSEEN: dict[str, str] = {
 all the same."""
 
 CLAIMS: dict[str, str] = {
+    "added-tokens-without-rows": r"rows of added tokens",
     "target-modules-empty": r"No `target_modules`",
     "decomposed-start-with-dora": r"gradient|loss|norm|logits",
     "lora-dropout-range": r"dropout|zero|did not move|never get a gradient",

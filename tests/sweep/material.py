@@ -13,15 +13,17 @@ from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.plan.digest import plan_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
+from finetune_trainer.added_tokens import AddedTokens
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.shard_writer import write_prepared
 from finetune_trainer.data.shards import TRAIN, VALIDATION, SplitArrays
 from finetune_trainer.preflight.added_tokens import add_tokens
 from finetune_trainer.preflight.checks import JobInspection
-from tests.support.tiny_model import fused, prepared_split
+from tests.support.tiny_model import VOCABULARY, fused, prepared_split
 from tests.sweep import added, expected
 from tests.sweep.architectures import ARCHITECTURES, DTYPES, write_base
 from tests.sweep.case import MODEL_CLAIM, Case
+from tests.sweep.peft_settings import vocabulary
 
 IDENTITY = JobIdentity(namespace="default", name="sweep", uid="0123456789abcdef")
 
@@ -75,10 +77,24 @@ def claims_of(case: Case, plan: RunPlan, material: Path, claims: Path) -> RunCon
     return context
 
 
-def make_base(context: RunContext) -> None:
-    """Let preflight write the base with the case's tokens, if it adds any. What it refuses is not there afterwards."""
+def make_base(case: Case, context: RunContext) -> None:
+    """Let preflight write the base with the case's tokens, if it adds any; or a person, to see what happens behind a refusal."""
     # It is removed only where the inspection ends with a refusal.
-    list(add_tokens(JobInspection(context)))
+    if not list(add_tokens(JobInspection(context))):
+        return
+    added.write_base(context.source_model, context.workspace.base_with_tokens, case.added)
+    (embedding, head), is_tied = vocabulary(case)
+    ids = added.ids_of(case.added)
+    record = AddedTokens(
+        tokens=context.plan.model.added_tokens,
+        ids=tuple(ids),
+        num_rows=max(VOCABULARY, 1 + ids[-1]),
+        has_more_rows=ids[-1] >= VOCABULARY,
+        embedding=embedding,
+        head=head,
+        separate_head=None if is_tied else head,
+    )
+    context.workspace.added_tokens.write_text(record.model_dump_json())
 
 
 def copy_base(made: RunContext, target: RunContext) -> None:

@@ -41,7 +41,7 @@ def peft_config(case: Case) -> PeftConfig:
     targets = lora.get("target_modules", [] if "target_parameters" in lora else ["all-linear"])
     lora["target_modules"] = "all-linear" if targets == ["all-linear"] else targets
     if case.added:
-        names, is_tied = _vocabulary(case)
+        names, is_tied = vocabulary(case)
         taken = {*lora.get("modules_to_save", ()), *targets}
         written = lora.get("trainable_token_indices", [])
         lora["trainable_token_indices"] = added.trained_rows(written, case.added, names, taken, is_tied=is_tied)
@@ -50,7 +50,7 @@ def peft_config(case: Case) -> PeftConfig:
     return LoraConfig(task_type="CAUSAL_LM", use_dora=METHODS[kind].needs.magnitudes, **lora)
 
 
-def _vocabulary(case: Case) -> tuple[tuple[str, str], bool]:
+def vocabulary(case: Case) -> tuple[tuple[str, str], bool]:
     """Names of embedding and head, and whether they share their values."""
     architecture = ARCHITECTURES[case.values["architecture"]]
     return (architecture.embedding, architecture.head), bool(architecture.config.tie_word_embeddings)
@@ -58,7 +58,7 @@ def _vocabulary(case: Case) -> tuple[tuple[str, str], bool]:
 
 def _token_settings(case: Case, settings: Mapping[str, Any]) -> dict[str, Any]:
     """PEFT trains the same rows of all modules that it is told of."""
-    names, is_tied = _vocabulary(case)
+    names, is_tied = vocabulary(case)
     rows = sorted({*settings["token_indices"], *added.ids_of(case.added)})
     return {"token_indices": rows, **({} if is_tied else {"target_modules": settings.get("target_modules", [*names])})}
 

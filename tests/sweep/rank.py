@@ -120,7 +120,7 @@ def _train_twice(
     places = [request.directory / name for name in ("undisturbed", "resumed")]
     if gang.is_first:
         empty = [claims_of(case, plan, request.material, place) for place in places]
-        make_base(empty[0])
+        make_base(case, empty[0])
         copy_base(*empty)
     gang.barrier()
     contexts = [_existing(plan, place) for place in places]

@@ -71,7 +71,7 @@ def rehearsed(entry: dict[str, Any], material: Path) -> Rehearsed:
     started = time.monotonic()
     try:
         context = claims_of(case, plan_of(case), material, claims / "claims")
-        make_base(context)
+        make_base(case, context)
         with ModelProcess(context.with_trained_rows()) as process:
             process.begin_rehearsal()
             report = process.rehearsal()
