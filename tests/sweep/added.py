@@ -45,6 +45,7 @@ def write_base(source: Path, target: Path, tokens: Sequence[Token]) -> None:
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     model.resize_token_embeddings(max(len(tokenizer), model.config.vocab_size), mean_resizing=False)
     set_rows(model, tokens, None)
+    model.generation_config.eos_token_id = sorted(_stops(tokens))
     model.save_pretrained(target)
 
 
@@ -98,9 +99,12 @@ def stop_problems(directory: Path, tokens: Sequence[Token], what: str) -> list[s
     """Whether generation with the model in `directory` stops where it is to, and at no other added token."""
     found = GenerationConfig.from_pretrained(directory).eos_token_id
     stops = {found} if isinstance(found, int) else {*(found or ())}
-    wanted = {number for number, token in zip(ids_of(tokens), tokens, strict=True) if token.get("stop", False)}
-    wanted.add(NUM_KNOWN - 1)
+    wanted = _stops(tokens)
     return [] if stops == wanted else [f"{what}: generation stops at {sorted(stops)}, not at {sorted(wanted)}"]
+
+
+def _stops(tokens: Sequence[Token]) -> set[int]:
+    return {NUM_KNOWN - 1, *(number for number, token in zip(ids_of(tokens), tokens, strict=True) if token.get("stop", False))}
 
 
 def model_problems(found: Any, wanted: Any, relative: float, what: str) -> list[str]:
