@@ -173,6 +173,13 @@ def test_embeddings_that_the_method_leaves_alone_are_named(context: Any) -> None
         (True, {"modulesToSave": ["embed_tokens"]}, "no row of lm_head,", "modulesToSave", ["embed_tokens", "lm_head"]),
         (True, {"modulesToSave": ["lm_head"]}, "no row of embed_tokens,", "modulesToSave", ["lm_head", "embed_tokens"]),
         (True, {"targetModules": ["q_proj", "lm_head"]}, "the adapter of lm_head", "targetModules", ["q_proj"]),
+        (
+            True,
+            {"targetModules": ["q_proj", "lm_head"], "trainableTokenIndices": [5]},
+            "the adapter of lm_head",
+            "targetModules",
+            ["q_proj"],
+        ),
         (True, {"targetModules": ["model.embed_tokens", "q_proj"]}, "the adapter of embed_tokens", "targetModules", ["q_proj"]),
         (False, {"targetModules": ["q_proj", "embed_tokens"]}, "the adapter of embed_tokens", "targetModules", ["q_proj"]),
         (False, {"targetModules": ["embed_tokens", "lm_head"]}, "embed_tokens and lm_head would", "targetModules", None),
@@ -182,7 +189,9 @@ def test_embeddings_that_the_method_leaves_alone_are_named(context: Any) -> None
 def test_rows_that_no_adapter_holds_are_refused(
     context: Any, model: Path, tied: bool, lora: dict[str, Any], message: str, field: str, value: list[str] | None
 ) -> None:
-    """A head that shares the embedding's values loses them where one of the two is saved; LoRA of rows holds differences."""
+    """A head that shares the embedding's values loses them where one of the two is saved; LoRA of rows holds differences; and
+    rows of other tokens are not theirs.
+    """
     if tied:
         tie(model)
     changes = ADDED | {f"method.lora.{name}": names for name, names in lora.items()}
