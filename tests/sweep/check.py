@@ -216,7 +216,13 @@ def _adapter(case: Case, context: RunContext, model: plain.Plain, fresh: Any, fi
     if has_plain_form:
         # One product more adds up in another order, and a packed base rounds what it is given to the type that it computes in.
         bound = max(bound, ROUNDING[DTYPES.get(case.of("compute"), held)])
-    problems += oracle.compare_logits(plain.logits(loaded), plain.logits(model.model), bound, "logits of the loaded adapter")
+    wanted_logits = plain.logits(model.model)
+    problems += oracle.compare_logits(plain.logits(loaded), wanted_logits, bound, "logits of the loaded adapter")
+    if case.added and METHODS[MethodType(case.of("method"))].family is Family.LORA:
+        merged = plain.logits(loaded.merge_and_unload())
+        problems += oracle.compare_logits(
+            merged, wanted_logits, max(bound, 1e-3), "logits of PEFT's merge of rows of added tokens"
+        )
     return problems
 
 

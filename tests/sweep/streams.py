@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tests.sweep.case import UNSET, Case
 from tests.sweep.covering import covering_array, distinct, products, random_cases
+from tests.sweep.dimensions import BY_NAME
 
 FIXED_SEED = 6
+Settings = tuple[str, tuple[str, ...]]
+"""A dimension and some of its values."""
 _DTYPES = ("bfloat16", "float32")
 PRODUCTS: tuple[dict[str, Sequence[str]], ...] = (
     # What FSDP 1 puts into one flat parameter.
@@ -91,6 +94,23 @@ def fixed_cases() -> Iterator[Case]:
     draw.shuffle(rest)
     mixed = [case for both in itertools.zip_longest(pairs, rest) for case in both if case is not None]
     return distinct(mixed)
+
+
+def settings_of(text: str) -> Settings:
+    """Of `name=value,value`. Raises ValueError where there is no such dimension or value."""
+    name, _, values = text.partition("=")
+    dimension = BY_NAME.get(name)
+    if dimension is None:
+        raise ValueError(f"{name!r} is not one of {', '.join(BY_NAME)}")
+    chosen = tuple(values.split(","))
+    if unknown := [value for value in chosen if value not in dimension.values]:
+        raise ValueError(f"{unknown[0]!r} is not one of {', '.join(dimension.values)}")
+    return name, chosen
+
+
+def with_settings(cases: Iterable[Case], wanted: Sequence[Settings]) -> Iterator[Case]:
+    """Those that have one of the values of each dimension."""
+    return (case for case in cases if all(case.of(name) in values for name, values in wanted))
 
 
 def random_stream(seed: int, without: set[str]) -> Iterator[Case]:
