@@ -56,6 +56,7 @@ class Architecture:
     norm: str
     embedding: str = "embed_tokens"
     head: str = "lm_head"
+    has_biased_head: bool = False
     experts: tuple[str, ...] = ()
     """Parameters that hold all experts of a layer."""
 
@@ -78,7 +79,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "GPT2Block", ("c_attn",), "ln_f", embedding="wte",
     ),
     "phi": Architecture(
-        PhiConfig(**_SIZES, attention_dropout=0.0, embd_pdrop=0.0, resid_pdrop=0.0), "PhiDecoderLayer", _LLAMA, "final_layernorm"
+        PhiConfig(**_SIZES, attention_dropout=0.0, embd_pdrop=0.0, resid_pdrop=0.0),
+        "PhiDecoderLayer", _LLAMA, "final_layernorm", has_biased_head=True,
     ),
     "phi3": Architecture(Phi3Config(**_SIZES), "Phi3DecoderLayer", ("qkv_proj",), "norm"),
     "mixtral": Architecture(

@@ -75,6 +75,9 @@ SEEN: dict[str, str] = {
 }
 """Id -> what a run says of it. Goes wrong in silence, but the sweep looks for it, so that a refusal of what is right is false."""
 
+ABOUT_ADDED_ROWS = frozenset({"added-tokens-untrained", "added-tokens-without-rows"})
+"""Refusals that are wrong where PEFT can train the rows of added tokens."""
+
 GROWS = (
     r"^fsdp1-",
     r"^qlora-storage-not-param-dtype",

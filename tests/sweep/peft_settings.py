@@ -56,6 +56,27 @@ def vocabulary(case: Case) -> tuple[tuple[str, str], bool]:
     return (architecture.embedding, architecture.head), bool(architecture.config.tie_word_embeddings)
 
 
+def trains_added_rows(case: Case) -> bool:
+    """Whether all rows of the case's added tokens can be trained, and are in what is published whatever the base has there."""
+    kind = MethodType(case.values["method"])
+    if METHODS[kind].family is Family.FULL:
+        return True
+    method = case.spec()["method"]
+    settings = method.get("lora", method.get("settings", {}))
+    (embedding, head), is_tied = vocabulary(case)
+    saved = {embedding, head} & {*settings.get("modulesToSave", ())}
+    adapted = {embedding, head} & {*settings.get("targetModules", ())}
+    is_biased = ARCHITECTURES[case.values["architecture"]].has_biased_head
+    if saved == {embedding, head}:
+        return not adapted
+    if METHODS[kind].family is Family.OTHER:
+        is_told_others = kind is MethodType.TRAINABLE_TOKENS and "targetModules" in settings
+        return kind is MethodType.TRAINABLE_TOKENS and not is_told_others and not saved and not is_biased
+    if is_biased and head not in saved:
+        return False
+    return not adapted and not (is_tied and saved)
+
+
 def _token_settings(case: Case, settings: Mapping[str, Any]) -> dict[str, Any]:
     """PEFT trains the same rows of all modules that it is told of."""
     names, is_tied = vocabulary(case)
