@@ -93,7 +93,8 @@ def _with_stacked_experts(lora: LoraPlan, base: Sequence[ParameterShape], model_
 
 def _with_adapters(base: Sequence[ParameterShape], lora: LoraPlan, held: str, adapter_dtype: str) -> Iterator[ParameterShape]:
     modules: dict[str, list[ParameterShape]] = {}
-    for each in base:
+    # Files name a layer's bias before its weight, which says what the layer is.
+    for each in sorted(base, key=lambda each: each.name.endswith(".bias")):
         modules.setdefault(each.module, []).append(each)
     embeddings = [name for name, parameters in modules.items() if parameters[0].kind == "embedding"]
     head = next((name for name in modules if name.rpartition(".")[2] in OUTPUT_HEADS), None)

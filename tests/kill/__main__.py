@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_seed(parser)
     parser.add_argument("--elastic", action="store_true", help="each attempt on another number of ranks, added up in order")
     parser.add_argument("--signal", choices=SIGNALS, help="only this one")
+    parser.add_argument("--where", default="", metavar="TEXT", help="only cases with this in their names")
     parser.add_argument("--parallel", type=int, default=2, help="runs at a time")
     arguments = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     directory = Path(tempfile.mkdtemp(prefix="kill-"))
     order = elastic_order(arguments.seed) if arguments.elastic else drawn_order(arguments.seed)
+    order = tuple(case for case in order if arguments.where in case.name)
     used = {number % len(order) for number in numbers}
     print(f"seed {arguments.seed}: {', '.join(order[index].name for index in sorted(used))}", flush=True)
     bases = {index: undisturbed(order[index], directory / f"case-{index}") for index in sorted(used)}
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ThreadPoolExecutor(arguments.parallel) as pool,
     ):
         jobs = [(number, signal) for number in numbers for signal in signals]
-        outcomes = list(pool.map(lambda job: _run(arguments.seed, *job, bases, directory, len(order), pods), jobs))
+        outcomes = list(pool.map(lambda job: _run(arguments, *job, bases, directory, len(order), pods), jobs))
     print(table(outcomes))
     print(f"{len(outcomes)} runs, {sum(not outcome.problem for outcome in outcomes)} identical, ", end="")
     print(f"{sum(outcome.is_real for outcome in outcomes)} of them by torchrun; {(time.monotonic() - start) / 60:.1f} minutes")
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(
-    seed: int,
+    arguments: argparse.Namespace,
     number: int,
     signal: str,
     bases: dict[int, Undisturbed],
@@ -78,7 +80,7 @@ def _run(
     pods: PodServer | None,
 ) -> Outcome:
     base = bases[number % num_cases]
-    random = Random(f"{seed}/{number}/{signal}")
+    random = Random(f"{arguments.seed}/{number}/{signal}")
     start = time.monotonic()
     outcome = disturbed(
         base,
@@ -91,8 +93,8 @@ def _run(
     print(f"run {number:>3} {signal} {outcome.case}{' by torchrun' if outcome.is_real else ''}: {verdict}", flush=True)
     if outcome.problem:
         print("  " + "\n  ".join(outcome.story))
-        elastic = " --elastic" if base.case.sizes else ""
-        print(f"  repeat: python -m tests.kill{elastic} --seed {seed} --first {number} --runs 1 --signal {signal}", flush=True)
+        drawn = f"{' --elastic' if base.case.sizes else ''} --seed {arguments.seed} --where {arguments.where!r}"
+        print(f"  repeat: python -m tests.kill{drawn} --first {number} --runs 1 --signal {signal}", flush=True)
     return outcome
 
 

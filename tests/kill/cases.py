@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 
 from finetune_trainer.context import RunContext
-from tests.support.tiny_model import run_context, tiny_spec
+from finetune_trainer.data.shard_writer import write_prepared
+from finetune_trainer.data.shards import TRAIN, VALIDATION
+from tests.support.tiny_model import VOCABULARY, plan_of, prepared_split, run_context, tiny_spec
 
 TOTAL_STEPS = 8
 _FSDP1 = {"parallelism": {"processesPerNode": 2, "fsdp": {"version": 1}}}
@@ -19,6 +23,11 @@ _FEW = {"targetModules": ["q_proj", "v_proj"]}
 """Each adapter's matrices are units of their own in FSDP 1, whose messages take most of a small run's time."""
 _FULL = {"method": {"type": "Full", "lora": None}}
 _EVALUATED = {"evaluation": {"everySteps": 3}}
+_KNOWN = 257
+"""Tokens of the tiny model."""
+_TOKENS = [{"content": f"<|{number}|>", "special": True, "stop": number == 0} for number in range(VOCABULARY + 3 - _KNOWN)]
+"""More than it has rows to spare."""
+_ADDED = {"model": {"addedTokens": _TOKENS}}
 
 
 @dataclass(frozen=True)
@@ -37,10 +46,30 @@ class Case:
         is_full = self.changes.get("method", {}).get("type") == "Full"
         return is_full and self.changes.get("checkpoint", {}).get("asynchronous", True)
 
+    @property
+    def adds_tokens(self) -> bool:
+        """Whether preflight writes the base that is trained."""
+        return "addedTokens" in self.changes.get("model", {})
+
     def context(self, claims: Path) -> RunContext:
         """Claims with model, prepared data and plan."""
         training = {"maxSteps": TOTAL_STEPS, **self.changes.get("training", {})}
-        return run_context(claims, tiny_spec(**{**self.changes, "training": training}), dtype=self.dtype)
+        spec = tiny_spec(**{**self.changes, "training": training})
+        if self.adds_tokens:
+            # They are what a run reads that has them; other data is written only where there is none.
+            _write_with_tokens(RunContext(plan_of(spec), "", claims, 0).workspace.prepared)
+        return run_context(claims, spec, dtype=self.dtype)
+
+
+def _write_with_tokens(directory: Path) -> None:
+    """Prepared data in which some of the bytes are added tokens."""
+    if directory.exists():
+        return
+    splits = {TRAIN: prepared_split(12, 1), VALIDATION: prepared_split(4, 2)}
+    for name, split in splits.items():
+        tokens = np.where(split.tokens % 32 < len(_TOKENS), _KNOWN + split.tokens % 32, split.tokens)
+        splits[name] = dataclasses.replace(split, tokens=tokens)
+    write_prepared(directory, splits, {"pad_token_id": _KNOWN - 1, "splits": sorted(splits)})
 
 
 CASES = (
@@ -59,6 +88,8 @@ CASES = (
         },
     ),
     Case("Full, FSDP1, async", {**_FULL, **_FSDP1}),
+    Case("LoRA, added tokens, FSDP2", {"method": {"type": "LoRA", "lora": {"r": 4, **_FEW}}, **_ADDED}),
+    Case("Full, added tokens, FSDP1", {**_FULL, **_FSDP1, **_ADDED, "checkpoint": {"everySteps": 2, "asynchronous": False}}),
 )
 
 

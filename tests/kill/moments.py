@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -21,10 +22,13 @@ STAGES = {
     "train.run:export": "export",
 }
 STARTUP, BETWEEN = "startup", "between"
-ALL_STAGES = (STARTUP, "step", BETWEEN, "save", "evaluation", "export")
+BASE = "base"
+"""Before training, while a base with added tokens is written."""
+ALL_STAGES = (BASE, STARTUP, "step", BETWEEN, "save", "evaluation", "export")
+Hook = tuple[str, int, tuple[int | None, ...]]
+"""Function, most calls, and which ranks call it (None: all of them are hit)."""
 _EVERY_RANK, _FIRST = (0, 1, None), (0,)
-HOOKS: tuple[tuple[str, int, tuple[int | None, ...]], ...] = (
-    # function, most calls, which ranks call it (None: all of them are hit)
+HOOKS: tuple[Hook, ...] = (
     ("train.step:optimizer_step", 8, _EVERY_RANK),
     ("train.step:seed_forward_pass", 16, _EVERY_RANK),
     ("train.step:local_gradients", 8, _EVERY_RANK),
@@ -128,10 +132,18 @@ class StageRecord:
         return run
 
 
-def random_moment(random: Random, number: int, landed: Path, *, deadly: bool, usual_seconds: float) -> Moment:
+def random_moment(
+    random: Random,
+    number: int,
+    landed: Path,
+    *,
+    deadly: bool,
+    usual_seconds: float,
+    hooks: Sequence[Hook] = HOOKS,
+    ranks: Sequence[int | None] = _EVERY_RANK,
+) -> Moment:
     """A moment of an attempt that takes about `usual_seconds`; half of them by the clock."""
     if random.random() < 0.5:
-        rank = random.choice((0, 1, None))
-        return Moment(number, rank, landed, deadly, seconds=random.uniform(0, usual_seconds))
-    function, most_calls, ranks = random.choice(HOOKS)
-    return Moment(number, random.choice(ranks), landed, deadly, function=function, call=random.randint(1, most_calls))
+        return Moment(number, random.choice(ranks), landed, deadly, seconds=random.uniform(0, usual_seconds))
+    function, most_calls, callers = random.choice(hooks)
+    return Moment(number, random.choice(callers), landed, deadly, function=function, call=random.randint(1, most_calls))

@@ -26,8 +26,9 @@ from finetune_trainer.checkpoint.retention import checkpoint_directories
 from finetune_trainer.context import RunContext
 from finetune_trainer.processes.start import name_of_process
 from finetune_trainer.ranks.reports import rank_process_name
+from tests.kill.base import base_bytes, make_base, make_base_with_kills
 from tests.kill.cases import Case
-from tests.kill.moments import STARTUP, OutputTo, random_moment
+from tests.kill.moments import BASE, STARTUP, OutputTo, random_moment
 from tests.support.forked_pods import ForkedPod, PodServer
 from tests.support.forked_ranks import run_gang, trained_files
 
@@ -70,6 +71,10 @@ def undisturbed(case: Case, directory: Path) -> Undisturbed:
     claims = directory / "claims"
     case.context(claims)
     context = case.context(_copied(claims, directory / "undisturbed"))
+    if case.adds_tokens:
+        if code := make_base(context, directory):
+            raise RuntimeError(f"{case.name}: the base with added tokens was not written: {code}")
+        context = context.with_trained_rows()
     start = time.monotonic()
     codes = run_gang(context, [OutputTo(directory)])
     if any(codes):
@@ -83,19 +88,28 @@ def disturbed(base: Undisturbed, directory: Path, random: Random, *, deadly: boo
     context = replace(base.context, claims_root=_copied(base.claims, directory / "claims"))
     landed = directory / "landed"
     landed.mkdir()
+    claims = base.claims
+    if base.case.adds_tokens:
+        wanted_base = base_bytes(base.context)
+        outcome.landed[BASE], outcome.story, outcome.problem = make_base_with_kills(
+            context, wanted_base, directory, random, deadly=deadly, most_kills=MOST_KILLS
+        )
+        if outcome.problem:
+            return outcome
+        claims = _copied(context.claims_root, directory / "claims-with-base")
     wanted = random.randint(1, MOST_KILLS)
     is_done = False
     for attempt in range(MOST_ATTEMPTS):
         context = replace(context, attempt=attempt)
-        hits = sum(outcome.landed.values())
+        hits = _hits_of_training(outcome)
         if pods is not None:
             is_done = _real_attempt(pods, context, base, random, outcome, deadly=deadly, is_disturbed=hits < min(wanted, 2))
         else:
             is_done = _forked_attempt(context, base, random, outcome, landed, deadly=deadly, is_disturbed=hits < wanted)
-        if is_done and not outcome.landed:
+        if is_done and not _hits_of_training(outcome):
             # It was faster than what was to hit it, and would prove nothing.
             shutil.rmtree(context.claims_root)
-            _copied(base.claims, context.claims_root)
+            _copied(claims, context.claims_root)
             is_done = False
         elif is_done or outcome.problem:
             break
@@ -106,6 +120,10 @@ def disturbed(base: Undisturbed, directory: Path, random: Random, *, deadly: boo
     if not outcome.problem:
         shutil.rmtree(directory)
     return outcome
+
+
+def _hits_of_training(outcome: Outcome) -> int:
+    return outcome.landed.total() - outcome.landed[BASE]
 
 
 def _forked_attempt(
@@ -225,13 +243,13 @@ def _arguments(context: RunContext) -> list[object]:
 
 
 def final_bytes(context: RunContext) -> dict[str, bytes]:
-    """All that a run leaves: the exported files, and parameters and optimizer state of its last checkpoint."""
+    """All that a run leaves: the exported files, parameters and optimizer state of its last checkpoint, and a base of its own."""
     newest = checkpoint_directories(context.workspace.checkpoints)[0]
+    found = {**trained_files(context), **(base_bytes(context) if context.plan.model.added_tokens else {})}
     if context.plan.training.reduction is GradientReduction.ORDERED:
         # Each number of ranks writes other files of the same values.
-        return {**trained_files(context), **_values(newest)}
-    ranks = {f"{newest.name}/{path.name}": path.read_bytes() for path in sorted(newest.glob("rank-*"))}
-    return {**trained_files(context), **ranks}
+        return {**found, **_values(newest)}
+    return {**found, **{f"{newest.name}/{path.name}": path.read_bytes() for path in sorted(newest.glob("rank-*"))}}
 
 
 def _values(checkpoint: Path) -> dict[str, bytes]:

@@ -172,8 +172,8 @@ def run_context(
     plan = plan_of(spec, profile)
     encoded = canonical_json(plan).encode()
     context = RunContext(plan, hashlib.sha256(encoded).hexdigest(), claims, attempt)
-    if not context.base_model.exists():
-        write_tiny_llama(context.base_model, dtype)
+    if not context.source_model.exists():
+        write_tiny_llama(context.source_model, dtype)
     context.workspace.root.mkdir(parents=True, exist_ok=True)
     (context.workspace.root / "plan.json").write_bytes(encoded)
     if not context.workspace.prepared.exists():

@@ -27,7 +27,10 @@ from tests.sweep.methods import ATTEMPTS, table_cases
 from tests.sweep.record import OUTCOMES, REHEARSALS, entries, second_looks_text, write_summary, write_table
 from tests.sweep.rehearsals import rehearsed, sample
 from tests.sweep.session import Result, run_all
-from tests.sweep.streams import fixed_cases, random_slice
+from tests.sweep.streams import Settings, fixed_cases, random_stream, settings_of, with_settings
+
+MOST_DRAWN = 100_000
+"""Of random cases, in case that none has the settings that are asked for."""
 
 
 def main() -> int:
@@ -133,10 +136,18 @@ def _chosen(arguments: argparse.Namespace, seed: int) -> list[Case]:
     cases: list[Case] = []
     if arguments.slice != "random":
         count = arguments.count if arguments.slice == "fixed" else arguments.count // 2
-        cases += itertools.islice(fixed_cases(), arguments.first, arguments.first + count)
+        cases += itertools.islice(with_settings(fixed_cases(), arguments.where), arguments.first, arguments.first + count)
     if arguments.slice != "fixed":
-        cases += random_slice(seed, arguments.count - len(cases), {case.id for case in cases})
+        drawn = itertools.islice(random_stream(seed, {case.id for case in cases}), MOST_DRAWN)
+        cases += itertools.islice(with_settings(drawn, arguments.where), arguments.count - len(cases))
     return cases
+
+
+def _settings(text: str) -> Settings:
+    try:
+        return settings_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -145,6 +156,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--first", type=int, default=0, help="where in the fixed list to begin")
     parser.add_argument("--seed", type=int, help="of the random slice; unset: from the product's sources")
     parser.add_argument("--slice", choices=("fixed", "random", "both"), default="both")
+    help_text = "only with one of these values of a dimension; may be given again"
+    parser.add_argument("--where", action="append", default=[], type=_settings, metavar="NAME=VALUE,...", help=help_text)
     parser.add_argument("--workers", type=int, default=2, help="gangs of two ranks at a time")
     parser.add_argument("--seconds", type=float, help="begin no combination after so long")
     parser.add_argument("--only", metavar="ID", help="run one recorded combination again and show everything")

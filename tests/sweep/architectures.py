@@ -6,6 +6,7 @@ the width of a row.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ from transformers import (
     MambaConfig,
     MixtralConfig,
     Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
-from tests.support.tiny_model import VOCABULARY, write_tokenizer
+from tests.support.tiny_model import END, VOCABULARY, write_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NUM_EXPERTS = 4
@@ -54,6 +56,7 @@ class Architecture:
     norm: str
     embedding: str = "embed_tokens"
     head: str = "lm_head"
+    has_biased_head: bool = False
     experts: tuple[str, ...] = ()
     """Parameters that hold all experts of a layer."""
 
@@ -74,6 +77,10 @@ ARCHITECTURES: dict[str, Architecture] = {
             attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
         ),
         "GPT2Block", ("c_attn",), "ln_f", embedding="wte",
+    ),
+    "phi": Architecture(
+        PhiConfig(**_SIZES, attention_dropout=0.0, embd_pdrop=0.0, resid_pdrop=0.0),
+        "PhiDecoderLayer", _LLAMA, "final_layernorm", has_biased_head=True,
     ),
     "phi3": Architecture(Phi3Config(**_SIZES), "Phi3DecoderLayer", ("qkv_proj",), "norm"),
     "mixtral": Architecture(
@@ -109,6 +116,9 @@ def write_base(directory: Path, architecture: str, dtype: str) -> None:
         _choose_experts_clearly(model)
     model.to(DTYPES[dtype]).save_pretrained(directory)
     write_tokenizer(directory)
+    # Tokenizers of some models have an unknown token, and where the files name none it is one more.
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "unk_token": END}))
 
 
 def _choose_experts_clearly(model: Any) -> None:
@@ -124,7 +134,8 @@ def _choose_experts_clearly(model: Any) -> None:
         return
     embedding = model.get_input_embeddings().weight
     directions = torch.linalg.qr(torch.randn(embedding.shape[1], NUM_EXPERTS)).Q.T
-    kinds = torch.arange(embedding.shape[0]) % NUM_EXPERTS
+    # More of the first kind, so that the mean of all rows, as which added tokens begin, is clearly of it, too.
+    kinds = torch.tensor((0, 0, 1, 2, 0, 0, 1, 3)).repeat(embedding.shape[0] // 8)
     length = embedding.norm(dim=1, keepdim=True)
     embedding.sub_(embedding @ directions.T @ directions).add_(length * directions[kinds])
     for name, parameter in named.items():

@@ -12,6 +12,7 @@ from typing import Any
 from finetune_job.api.method import MethodType
 from finetune_job.methods import METHODS, Family
 from tests.support.method_settings import SETTINGS
+from tests.sweep import added
 from tests.sweep.architectures import ARCHITECTURES
 
 UNSET = "unset"
@@ -44,6 +45,11 @@ class Case:
     @property
     def packs(self) -> bool:
         return self.values.get("packing") != "false"
+
+    @property
+    def added(self) -> list[added.Token]:
+        """Tokens that it adds to its base."""
+        return added.TOKENS.get(self.of("added"), [])
 
     def of(self, name: str) -> str:
         """Value of a dimension; UNSET where it does not apply."""
@@ -85,6 +91,7 @@ class Case:
 
 
 FIELDS = {
+    "added": "model.addedTokens",
     "model_dtype": "model.dtype",
     "attention": "model.attention",
     "packing": "data.packing",
@@ -155,6 +162,7 @@ def _meaning(case: Case, name: str, value: str) -> Any:
     architecture = ARCHITECTURES[case.values["architecture"]]
     first = architecture.attention[0]
     named: dict[tuple[str, str], Any] = {
+        **{("added", value): tokens for value, tokens in added.TOKENS.items()},
         ("targets", "attention"): list(architecture.attention),
         ("targets", "all-linear"): ["all-linear"],
         ("targets", "embedding"): [*architecture.attention, architecture.embedding],
@@ -173,6 +181,7 @@ def _meaning(case: Case, name: str, value: str) -> Any:
         ("saved", "unknown"): ["no_such_module"],
         ("other_saved", "norm"): [architecture.norm],
         ("other_saved", "head"): [architecture.head],
+        ("other_saved", "head and embedding"): [architecture.head, architecture.embedding],
         ("rank_pattern", "one"): {first: 3},
         ("rank_pattern", "unknown"): {"no_such_module": 3},
         ("alpha_pattern", "one"): {first: 5},

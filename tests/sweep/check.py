@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.files import MANIFEST_FILE
 from finetune_trainer.weights.headers import ADAPTER_FILE
-from tests.sweep import expected, oracle, plain, replay
+from tests.sweep import added, expected, oracle, plain, replay
 from tests.sweep.architectures import DTYPES
 from tests.sweep.case import SAVED_AT, STEPS, UNSET, Case
 from tests.sweep.oracle import Evidence
@@ -61,7 +62,9 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
     is_descent = plan.training.optimizer in (OptimizerName.SGD, OptimizerName.RADAM)
     problems += oracle.check_moved(held_whole, parameters[1], gradients[0], plan.training.learning_rate if is_descent else None)
 
-    directory = context.base_model
+    directory = base_by_hand(case, context)
+    if case.added:
+        problems += added.base_problems(context.base_model, directory, case.added)
     quantized = plan.method.quantization is not None
     base = plain.plain_base(case, directory, quantized=quantized)
     fresh = copy.deepcopy(base) if plan.method.trains_adapter else None
@@ -79,7 +82,7 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
     first_bound = max(first_bound, ROUNDING[_orthogonal_dtype(plan)])
     problems += oracle.compare_values(parameters[0], trained, first_bound, "first values")
 
-    train = expected.sequences(expected.TRAIN, packs=case.packs)
+    train = expected.sequences(expected.TRAIN, packs=case.packs, num_added=len(case.added))
     is_noisy = MethodType(case.of("method")) in NOISY
     drops = "dropout" in case.values and case.of("dropout") not in (UNSET, "0")
     if is_noisy or drops:
@@ -126,7 +129,7 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
         model.take(parameters[-1])
         problems += oracle.compare_losses(
             first[0].held_out[-1],
-            model.held_out_loss(expected.sequences(expected.HELD_OUT, packs=case.packs)),
+            model.held_out_loss(expected.sequences(expected.HELD_OUT, packs=case.packs, num_added=len(case.added))),
             bound,
             "held-out loss",
         )
@@ -136,6 +139,16 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
     else:
         problems += _whole_model(case, context, model)
     return evidence
+
+
+def base_by_hand(case: Case, context: RunContext) -> Path:
+    """The base that is trained; with added tokens the one that transformers makes, not the trainer's."""
+    if not case.added:
+        return context.base_model
+    path = context.claims_root / "base-by-hand"
+    if not path.exists():
+        added.write_base(context.source_model, path, case.added)
+    return path
 
 
 def _without_gradient(
@@ -188,7 +201,13 @@ def _adapter(case: Case, context: RunContext, model: plain.Plain, fresh: Any, fi
     problems += oracle.compare_values(file, wanted, ROUNDING[held], "adapter file")
     if problems:
         return problems
+    other = copy.deepcopy(fresh) if case.added else None
     loaded = plain.loaded_adapter(fresh, directory)
+    if other is not None:
+        # Whoever loads it adds the rows to the published base, and what they hold then is nobody's business.
+        added.set_rows(other, case.added, seed=1)
+        found = plain.logits(plain.loaded_adapter(other, directory))
+        problems += oracle.compare_logits(found, plain.logits(loaded), 0.0, "logits with other rows of added tokens in the base")
     state, expected = loaded.state_dict(), model.model.state_dict()
     exact = {name: tensor for name, tensor in expected.items() if name in model.trained}
     if not has_plain_form:
@@ -197,7 +216,13 @@ def _adapter(case: Case, context: RunContext, model: plain.Plain, fresh: Any, fi
     if has_plain_form:
         # One product more adds up in another order, and a packed base rounds what it is given to the type that it computes in.
         bound = max(bound, ROUNDING[DTYPES.get(case.of("compute"), held)])
-    problems += oracle.compare_logits(plain.logits(loaded), plain.logits(model.model), bound, "logits of the loaded adapter")
+    wanted_logits = plain.logits(model.model)
+    problems += oracle.compare_logits(plain.logits(loaded), wanted_logits, bound, "logits of the loaded adapter")
+    if case.added and METHODS[MethodType(case.of("method"))].family is Family.LORA:
+        merged = plain.logits(loaded.merge_and_unload())
+        problems += oracle.compare_logits(
+            merged, wanted_logits, max(bound, 1e-3), "logits of PEFT's merge of rows of added tokens"
+        )
     return problems
 
 
@@ -218,19 +243,30 @@ def _whole_model(case: Case, context: RunContext, model: plain.Plain) -> list[st
 
 
 def merged(case: Case, plan: RunPlan, context: RunContext) -> list[str]:
-    """The merged model, without PEFT, computes what base and adapter compute."""
-    if not plan.merge.enabled:
-        return []
+    """The merged model, without PEFT, computes what base and adapter compute; and all that is released knows added tokens."""
+    problems: list[str] = []
+    if case.added:
+        for path in (context.output.adapter, context.output.merged):
+            if path.exists():
+                problems += added.tokenizer_problems(path, case.added, f"released {path.name}")
+        if context.output.merged.exists():
+            problems += added.stop_problems(context.output.merged, case.added, "released model")
+    return problems + _merged_model(case, plan, context) if plan.merge.enabled else problems
+
+
+def _merged_model(case: Case, plan: RunPlan, context: RunContext) -> list[str]:
+    directory = base_by_hand(case, context)
     if plan.merge.base is MergeBase.DEQUANTIZED:
         # bitsandbytes' layers unpack straight into the type that they compute in.
         compute = DTYPES[plain.held_dtype(case) if case.of("compute") == UNSET else case.of("compute")]
-        base = plain.unpacked_base(case, context.base_model, compute)
+        base = plain.unpacked_base(case, directory, compute)
     else:
-        base = plain.stored_base(context.base_model)
+        base = plain.stored_base(directory)
     before = plain.logits(base)
     adapted = plain.loaded_adapter(base, context.workspace.adapter)
     wanted = plain.logits(adapted)
-    found = plain.logits(AutoModelForCausalLM.from_pretrained(context.output.merged, dtype=torch.float32))
+    model = AutoModelForCausalLM.from_pretrained(context.output.merged, dtype=torch.float32)
+    found = plain.logits(model)
     written = DTYPES[case.values["stored"] if case.of("merge_dtype") == UNSET else case.of("merge_dtype")]
     what = "logits of the merged model"
     problems = oracle.compare_logits(found, wanted, ROUNDING[written], what)
@@ -239,4 +275,7 @@ def merged(case: Case, plan: RunPlan, context: RunContext) -> list[str]:
     effect = float((before - wanted).abs().max())
     if METHODS[plan.method.type].family is Family.LORA and effect == 0:
         problems.append("the adapter has no effect")
+    if case.added:
+        coarsest = max(torch.finfo(dtype).eps for dtype in (written, DTYPES[case.values["stored"]]))
+        problems += added.model_problems(model, adapted.merge_and_unload(), coarsest, "merged rows")
     return problems

@@ -17,6 +17,10 @@ import torch
 IGNORED = -100
 TRAIN, HELD_OUT = (12, 1), (4, 2)
 """Sequences of a split of the sweep's data, and the seed that draws them (tests/support/tiny_model.py, prepared_split)."""
+NUM_KNOWN = 257
+"""Tokens of the sweep's tokenizer: 256 bytes, and one that ends texts."""
+ADDED_EVERY = 24
+"""Of bytes that differ by this in number the same added token takes the place."""
 _UNSUPERVISED = 2
 """Tokens at the beginning of each document that are not to be learnt."""
 
@@ -33,7 +37,12 @@ Packed = tuple[Document, ...]
 """The documents of one sequence."""
 
 
-def sequences(split: tuple[int, int], *, packs: bool) -> tuple[Packed, ...]:
+def with_added(token: int, num_added: int) -> int:
+    """What the data has in place of a byte if so many tokens are added."""
+    return NUM_KNOWN + token % ADDED_EVERY if token % ADDED_EVERY < num_added else token
+
+
+def sequences(split: tuple[int, int], *, packs: bool, num_added: int = 0) -> tuple[Packed, ...]:
     """The documents of each sequence of a split: up to three where they are packed, else one."""
     count, seed = split
     draw = np.random.default_rng(seed)
@@ -41,7 +50,7 @@ def sequences(split: tuple[int, int], *, packs: bool) -> tuple[Packed, ...]:
     for _ in range(count):
         documents = []
         for _ in range(int(draw.integers(1, 4 if packs else 2))):
-            tokens = [int(token) for token in draw.integers(0, 256, int(draw.integers(5, 13)))]
+            tokens = [with_added(int(token), num_added) for token in draw.integers(0, 256, int(draw.integers(5, 13)))]
             documents.append(Document(tuple(tokens), tuple([IGNORED] * _UNSUPERVISED + tokens[_UNSUPERVISED:])))
         found.append(tuple(documents))
     return tuple(found)

@@ -23,6 +23,7 @@ POLICY: dict[str, str] = {
     "fsdp1-adapter-16-bit": "trains, but small updates vanish",
     "target-parameter-unknown": "trains, but a parameter that the manifest names is not adapted",
     "saved-module-unknown": "trains, but a module that the manifest names is not trained",
+    "added-token-known": "the token is another one than the manifest says: it has an id and a row that the base has learnt",
     "best-model-without-validation": "the setting would be ignored",
     "adapter-pattern-unmatched": "trains, but a rank that the manifest names is used nowhere",
     "full-name-beside-layers": "trains, but a layer that the manifest does not choose is adapted",
@@ -69,6 +70,14 @@ POLICY_MESSAGES: dict[str, str] = {
 }
 """Findings that are refusals on principle where their message says so; a regular expression."""
 
+SEEN: dict[str, str] = {
+    "added-tokens-untrained": r"rows of added tokens",
+}
+"""Id -> what a run says of it. Goes wrong in silence, but the sweep looks for it, so that a refusal of what is right is false."""
+
+ABOUT_ADDED_ROWS = frozenset({"added-tokens-untrained", "added-tokens-without-rows"})
+"""Refusals that are wrong where PEFT can train the rows of added tokens."""
+
 GROWS = (
     r"^fsdp1-",
     r"^qlora-storage-not-param-dtype",
@@ -86,6 +95,8 @@ UNSEEN: dict[str, str] = {
 all the same."""
 
 CLAIMS: dict[str, str] = {
+    # PEFT 0.21 leaves out the bias of a head of which it trains rows, and its merge does not.
+    "added-tokens-without-rows": r"rows of added tokens|merge verification FAILED",
     "target-modules-empty": r"No `target_modules`",
     "decomposed-start-with-dora": r"gradient|loss|norm|logits",
     "lora-dropout-range": r"dropout|zero|did not move|never get a gradient",

@@ -37,6 +37,7 @@ PRELOADED = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.gemma.modeling_gemma",
     "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.phi.modeling_phi",
     "transformers.models.phi3.modeling_phi3",
     "transformers.models.mixtral.modeling_mixtral",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",

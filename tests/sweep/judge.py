@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from finetune_job.rules.book import rule_by_id
-from tests.sweep.explanations import CLAIMS, GROWS, POLICY, POLICY_MESSAGES, UNSEEN
+from tests.sweep.explanations import CLAIMS, GROWS, POLICY, POLICY_MESSAGES, SEEN, UNSEEN
 from tests.sweep.observation import Observation, Verdict
 
 Kind = Literal["accepted", "refused", "policy", "false accept", "false refusal", "unexplained"]
@@ -68,6 +68,8 @@ def _is_principle(identifier: str, verdict: Verdict, ranks: int) -> bool:
 
 def is_never_false(identifier: str) -> bool:
     """Whether no run can show that this refusal is a mistake: what it refuses goes wrong in silence."""
+    if identifier in SEEN:
+        return False
     known = rule_by_id(identifier)
     # The test of its reproduction shows what happens in silence.
     is_silent = known is not None and known.reproduction is not None and known.reproduction.observed.startswith("no error")
@@ -79,7 +81,7 @@ def explains(identifier: str, text: str, said: str = "") -> bool:
 
     said: the finding's message.
     """
-    pattern = CLAIMS.get(identifier)
+    pattern = CLAIMS.get(identifier) or SEEN.get(identifier)
     if pattern is not None and re.search(pattern, text):
         return True
     known = rule_by_id(identifier)

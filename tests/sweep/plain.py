@@ -8,15 +8,13 @@ Where the manifest asks for 4-bit weights the plain model has what these weights
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import bitsandbytes
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft import PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.nn import functional
@@ -24,16 +22,14 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from finetune_job.api.method import MethodType
-from finetune_job.methods import METHODS, Family
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.train.batches import global_batch
 from tests.sweep.architectures import DTYPES
 from tests.sweep.case import UNSET, Case
-from tests.sweep.expected import IGNORED, Packed
+from tests.sweep.expected import IGNORED, NUM_KNOWN, Packed
+from tests.sweep.peft_settings import peft_config
 
 Tensors = dict[str, torch.Tensor]
-_INITS = {"ZeroB": True, "Random": False}
-_NOT_PEFTS = ("autocast_adapter_dtype", "lora_plus_ratio")
 ROUNDINGS = 8
 """How often the rounding of a merge is drawn again."""
 PROBE = [[7, 1, 97, 5, 33, 200, 14, 90, 5, 61], [255, 0, 3, 3, 42, 17, 120, 9]]
@@ -57,30 +53,6 @@ def coarse_dtypes(case: Case, plan: RunPlan) -> list[torch.dtype]:
     fsdp = plan.parallelism.fsdp
     taking_part = {held_dtype(case), fsdp.param_dtype, case.of("compute"), fsdp.reduce_dtype if case.of("ranks") == "2" else None}
     return [DTYPES[name] for name in ("bfloat16", "float16") if name in taking_part]
-
-
-def peft_config(case: Case) -> PeftConfig:
-    """PEFT's configuration, field by field as the manifest writes it."""
-    method = case.spec()["method"]
-    kind = MethodType(method["type"])
-    if METHODS[kind].family is Family.OTHER:
-        chosen = PEFT_TYPE_TO_CONFIG_MAPPING[METHODS[kind].peft_type]
-        settings = {_snake(name): _number(value) for name, value in method.get("settings", {}).items()}
-        if METHODS[kind].targets_all_linear and "target_modules" in chosen.__dataclass_fields__:
-            settings.setdefault("target_modules", "all-linear")
-        config: PeftConfig = chosen(task_type="CAUSAL_LM", **settings)
-        return config
-    lora = {_snake(name): value for name, value in method.get("lora", {}).items()}
-    for name in _NOT_PEFTS:
-        lora.pop(name, None)
-    lora.setdefault("r", 16)
-    lora.setdefault("lora_alpha", 2 * lora["r"])
-    lora["lora_dropout"] = float(lora.get("lora_dropout", 0))
-    targets = lora.get("target_modules", [] if "target_parameters" in lora else ["all-linear"])
-    lora["target_modules"] = "all-linear" if targets == ["all-linear"] else targets
-    if "init_lora_weights" in lora:
-        lora["init_lora_weights"] = _INITS.get(lora["init_lora_weights"], lora["init_lora_weights"])
-    return LoraConfig(task_type="CAUSAL_LM", use_dora=METHODS[kind].needs.magnitudes, **lora)
 
 
 def plain_base(case: Case, directory: Path, *, quantized: bool) -> Any:
@@ -241,10 +213,11 @@ def documents_loss(model: Any, sequences: Sequence[Packed]) -> torch.Tensor:
 
 
 def logits(model: Any) -> torch.Tensor:
-    """For a few tokens, one after the other; float32."""
+    """For a few tokens, one after the other, and for those that are added or have rows to spare; float32."""
     model.eval()
+    texts = [*PROBE, [*range(NUM_KNOWN, model.config.vocab_size)]]
     with torch.no_grad():
-        return torch.cat([model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float() for tokens in PROBE])
+        return torch.cat([model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float() for tokens in texts])
 
 
 def rounded_logits(model: PeftModel, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -296,13 +269,3 @@ def _unpack(model: nn.Module, dtype: torch.dtype) -> dict[str, nn.Linear]:
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, module)
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"([A-Z])", lambda match: f"_{match[1].lower()}", name)
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, str) and re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
-        return float(value)
-    return value

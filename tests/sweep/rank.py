@@ -34,7 +34,7 @@ from tests.sweep import check, recording
 from tests.sweep.bypass import without_own_refusals
 from tests.sweep.case import SAVED_AT, Case
 from tests.sweep.gangs import Answer
-from tests.sweep.material import claims_of, plan_of
+from tests.sweep.material import claims_of, copy_base, make_base, plan_of
 from tests.sweep.observation import Failure, Observation, Verdict
 from tests.sweep.verdict import verdict_of
 
@@ -50,6 +50,7 @@ STAGES = (
     ("merge", "merge"),
     ("claims_of", "resolve"),
     ("plan_of", "resolve"),
+    ("with_trained_rows", "resolve"),
 )
 """Function of the trainer -> stage; the first that is among an exception's frames."""
 
@@ -99,7 +100,7 @@ def answer(gang: Gang, rank: int, request: Request) -> Answer:
     verdict: Verdict | None = None
     if rank == 1 and not request.ignores_own_refusals:
         began = time.monotonic()
-        verdict = verdict_of(case, request.material)
+        verdict = verdict_of(case, request.material, request.directory / "verdict")
         seconds["verdict"] = time.monotonic() - began
     seconds["all"] = time.monotonic() - started
     observation = Observation(
@@ -118,8 +119,9 @@ def _train_twice(
     wrote."""
     places = [request.directory / name for name in ("undisturbed", "resumed")]
     if gang.is_first:
-        for place in places:
-            claims_of(case, plan, request.material, place)
+        empty = [claims_of(case, plan, request.material, place) for place in places]
+        make_base(case, empty[0])
+        copy_base(*empty)
     gang.barrier()
     contexts = [_existing(plan, place) for place in places]
     first = recording.begin(quiet_step=check.QUIET_STEP)
@@ -148,7 +150,7 @@ def _of_all_ranks(notes: recording.Recorded, gang: Gang) -> list[recording.Recor
 
 
 def _existing(plan: RunPlan, claims: Path) -> RunContext:
-    return RunContext(plan, plan_sha256(plan), claims, 0)
+    return RunContext(plan, plan_sha256(plan), claims, 0).with_trained_rows()
 
 
 def _planted(plant: str) -> AbstractContextManager[object]:

@@ -17,7 +17,7 @@ from finetune_trainer.inspection.report import Verdict
 from finetune_trainer.roles.rehearse import ModelProcess
 from tests.sweep.case import Case
 from tests.sweep.explanations import POLICY
-from tests.sweep.material import claims_of, plan_of
+from tests.sweep.material import claims_of, make_base, plan_of
 
 Agreement = Literal["agrees", "accepts what fails", "refuses what works", "not done"]
 
@@ -70,7 +70,9 @@ def rehearsed(entry: dict[str, Any], material: Path) -> Rehearsed:
     claims = Path(tempfile.mkdtemp(prefix=f"{case.id}-", dir=material))
     started = time.monotonic()
     try:
-        with ModelProcess(claims_of(case, plan_of(case), material, claims / "claims")) as process:
+        context = claims_of(case, plan_of(case), material, claims / "claims")
+        make_base(case, context)
+        with ModelProcess(context.with_trained_rows()) as process:
             process.begin_rehearsal()
             report = process.rehearsal()
     finally:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.sweep.case import UNSET, Case
+from tests.sweep.explanations import ABOUT_ADDED_ROWS
 from tests.sweep.gangs import GangPool
 from tests.sweep.judge import Judgement, judged, to_be_seen
 from tests.sweep.mending import alternatives
 from tests.sweep.observation import Failure, Observation, Verdict
+from tests.sweep.peft_settings import trains_added_rows
 from tests.sweep.rank import Request
 
 BODY = "tests.sweep.rank:answer"
@@ -118,7 +120,11 @@ def _tried(case: Case, material: Path, pool: GangPool) -> _Tried:
         verdict = verdict or again
     if verdict is not None and verdict.refused and any(failure.is_own_refusal for failure in observation.failures):
         observation, _ = _asked(case, material, pool, ignores_own_refusals=True)
-    return _Tried(verdict, observation, judged(verdict, observation, int(case.of("ranks"))))
+    judgement = judged(verdict, observation, int(case.of("ranks")))
+    if verdict is not None and ABOUT_ADDED_ROWS & {*verdict.ids} and trains_added_rows(case):
+        # Whatever the trainer makes of them: one that trains no row of an added token is refused by its own preflight.
+        judgement = Judgement("false refusal", f"PEFT can train the rows of added tokens; {judgement.kind}: {judgement.why}")
+    return _Tried(verdict, observation, judgement)
 
 
 def _each_by_itself(case: Case, verdict: Verdict, material: Path, pool: GangPool) -> Judgement | None:

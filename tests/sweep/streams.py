@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tests.sweep.case import UNSET, Case
 from tests.sweep.covering import covering_array, distinct, products, random_cases
+from tests.sweep.dimensions import BY_NAME
 
 FIXED_SEED = 6
+Settings = tuple[str, tuple[str, ...]]
+"""A dimension and some of its values."""
 _DTYPES = ("bfloat16", "float32")
 PRODUCTS: tuple[dict[str, Sequence[str]], ...] = (
     # What FSDP 1 puts into one flat parameter.
@@ -55,6 +58,22 @@ PRODUCTS: tuple[dict[str, Sequence[str]], ...] = (
         "targets": ("attention", "embedding", "head", "embedding and head"),
         "saved": (UNSET, "head", "embedding", "head and embedding"),
     },
+    # Rows of added tokens, and what else is done to the modules that have them.
+    {
+        "method": ("LoRA", "DoRA", "QLoRA", "Full", "TrainableTokens"),
+        "architecture": ("llama", "llama_tied"),
+        "added": ("ordinary", "special"),
+        "version": ("1", "2"),
+        "precision": (UNSET, "fp32"),
+    },
+    {
+        "method": ("LoRA", "QLoRA"),
+        "architecture": ("llama", "llama_tied"),
+        "added": ("special",),
+        "targets": ("attention", "embedding", "head"),
+        "saved": (UNSET, "head", "embedding", "head and embedding"),
+        "tokens": (UNSET, "some"),
+    },
     # Biases beside frozen weights.
     {
         "method": ("LoRA",),
@@ -77,7 +96,23 @@ def fixed_cases() -> Iterator[Case]:
     return distinct(mixed)
 
 
-def random_slice(seed: int, count: int, without: set[str]) -> list[Case]:
-    """The first so many new ones of the stream of a seed."""
-    fresh = (case for case in distinct(random_cases(seed)) if case.id not in without)
-    return list(itertools.islice(fresh, count))
+def settings_of(text: str) -> Settings:
+    """Of `name=value,value`. Raises ValueError where there is no such dimension or value."""
+    name, _, values = text.partition("=")
+    dimension = BY_NAME.get(name)
+    if dimension is None:
+        raise ValueError(f"{name!r} is not one of {', '.join(BY_NAME)}")
+    chosen = tuple(values.split(","))
+    if unknown := [value for value in chosen if value not in dimension.values]:
+        raise ValueError(f"{unknown[0]!r} is not one of {', '.join(dimension.values)}")
+    return name, chosen
+
+
+def with_settings(cases: Iterable[Case], wanted: Sequence[Settings]) -> Iterator[Case]:
+    """Those that have one of the values of each dimension."""
+    return (case for case in cases if all(case.of(name) in values for name, values in wanted))
+
+
+def random_stream(seed: int, without: set[str]) -> Iterator[Case]:
+    """New ones of the stream of a seed."""
+    return (case for case in distinct(random_cases(seed)) if case.id not in without)

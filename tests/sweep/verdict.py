@@ -14,7 +14,10 @@ from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.rule import RuleContext
-from finetune_trainer.preflight.model_process import check_model
+from finetune_trainer.context import RunContext
+from finetune_trainer.preflight.added_tokens import check_rows
+from finetune_trainer.preflight.checks import CheckStep, base_is_made, has_added_tokens, has_structure, run_steps
+from finetune_trainer.roles.preflight import PreflightInspection, check_added_tokens, check_structure
 from tests.sweep.case import MODEL_CLAIM, Case
 from tests.sweep.material import IDENTITY
 from tests.sweep.observation import Verdict
@@ -24,10 +27,16 @@ PROFILE = FineTuneProfileSpec(trainer_image="registry.example/trainer")
 
 
 RECURRENT = "packing-with-recurrent-layers"
+LOOKS = (
+    CheckStep(check_added_tokens),
+    CheckStep(check_structure, (base_is_made,)),
+    CheckStep(check_rows, (has_structure, has_added_tokens)),
+)
+"""Those of preflight's checks that look at the model."""
 
 
-def verdict_of(case: Case, material: Path) -> Verdict:
-    """Preflight is asked even where rules refuse already, so that both can be judged."""
+def verdict_of(case: Case, material: Path, scratch: Path) -> Verdict:
+    """Preflight is asked even where rules refuse already, so that both can be judged. scratch: does not exist yet."""
     try:
         spec = FineTuneJobSpec.model_validate(case.spec())
     except ValidationError as error:
@@ -36,11 +45,13 @@ def verdict_of(case: Case, material: Path) -> Verdict:
     crashed = ""
     preflight: list[Finding] = []
     try:
-        plan, directory = resolve(IDENTITY, spec, PROFILE), material / MODEL_CLAIM / case.base
-        preflight = _errors(plan, directory)
+        plan = resolve(IDENTITY, spec, PROFILE)
+        scratch.mkdir()
+        (scratch / MODEL_CLAIM).symlink_to(material / MODEL_CLAIM)
+        preflight = _errors(plan, scratch)
         if [finding.rule for finding in preflight] == [RECURRENT]:
             # Preflight stops here, and what the user would hear next is to be judged, too.
-            preflight += _errors(plan.model_copy(update={"data": plan.data.model_copy(update={"packing": False})}), directory)
+            preflight += _errors(plan.model_copy(update={"data": plan.data.model_copy(update={"packing": False})}), scratch)
     except Exception as error:  # noqa: BLE001 - a gate must never end so, and a case shows that it did
         crashed = f"{type(error).__name__}: {error} ({traceback.format_exc(limit=-2)})"[:600]
     return Verdict(
@@ -56,5 +67,8 @@ def _fields(finding: Finding) -> tuple[str, ...]:
     return tuple(field.removeprefix("spec.") for field in (finding.field, *(change.field for change in finding.changes)))
 
 
-def _errors(plan: RunPlan, directory: Path) -> list[Finding]:
-    return [finding for finding in check_model(plan, directory)[1] if finding.severity == "error"]
+def _errors(plan: RunPlan, claims: Path) -> list[Finding]:
+    seen = PreflightInspection(RunContext(plan, "", claims, 0))
+    with seen.until_done:
+        run_steps(LOOKS, seen)
+    return [finding for finding in seen.findings if finding.severity == "error"]

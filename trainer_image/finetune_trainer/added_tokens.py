@@ -65,7 +65,8 @@ class BaseOrder(BaseModel):
     """Below which links of the base may lead."""
     tokens: tuple[AddedTokenPlan, ...]
     allow_remote_code: bool
-    trains_adapter: bool
+    saved_whole: tuple[str, ...] | None
+    """Names of modules that the adapter holds whole; None: there is no adapter."""
     target: Path
     record: Path
     """Where AddedTokens is written, last of all."""
@@ -73,9 +74,9 @@ class BaseOrder(BaseModel):
     @classmethod
     def of(cls, plan: RunPlan, **places: Any) -> Self:
         """What the plan says, and the other fields."""
-        model = plan.model
+        model, method = plan.model, plan.method
         told = {"tokens": model.added_tokens, "allow_remote_code": model.allow_remote_code}
-        return cls(**told, trains_adapter=plan.method.trains_adapter, **places)
+        return cls(**told, saved_whole=method.saved_modules if method.trains_adapter else None, **places)
 
 
 def read_added_tokens(path: Path) -> AddedTokens | None:
@@ -97,8 +98,9 @@ def remove_made(record: Path, target: Path) -> None:
     """
     remove_tree(record)
     remove_tree(target)
-    for leftover in target.parent.glob(f"{target.name}{TEMPORARY_MARK}*"):
-        remove_tree(leftover)
+    for path in (record, target):
+        for leftover in path.parent.glob(f"{path.name}{TEMPORARY_MARK}*"):
+            remove_tree(leftover)
 
 
 def known_token(tokens: Sequence[AddedTokenPlan], vocabulary: Mapping[str, int], tokenizer: Any) -> Finding | None:

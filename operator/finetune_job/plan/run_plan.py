@@ -172,6 +172,13 @@ class MethodPlan(TrainedParts):
         return held is not None and held.autocast_adapter_dtype
 
     @property
+    def saved_modules(self) -> tuple[str, ...]:
+        """Names of modules of the base that are trained whole, and published with the adapter."""
+        if self.lora is not None:
+            return self.lora.modules_to_save
+        return () if self.adapter is None else tuple(self.adapter.settings.get("modulesToSave") or ())
+
+    @property
     def trains_parts_of_the_base(self) -> bool:
         """Whether whole modules or biases are trained, which compute among the base's other parts as those do."""
         if self.lora is not None:

@@ -84,6 +84,48 @@ def test_rows_of_added_tokens(name: str, lora: dict[str, Any]) -> None:
     assert shape.facts.vocabulary_size == known + 3
 
 
+PHI: dict[str, Any] = {
+    "model_type": "phi",
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+"""Every linear layer has a bias, the output head, too."""
+
+
+def phi(**changes: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING["phi"](**PHI | changes))
+
+
+@pytest.mark.parametrize("lora", [*LORA.values(), {"modulesToSave": ["lm_head"]}, {"targetModules": ["lm_head"]}])
+def test_a_model_that_its_files_alone_tell_of(lora: dict[str, Any]) -> None:
+    """They name a layer's bias before its weight."""
+    base = phi()
+    tensors = {name: ("F32", tuple(each.shape)) for name, each in sorted(base.state_dict().items())}
+    plan = plan_of(tiny_spec(method={"type": "LoRA", "lora": lora}))
+    shape = model_shape(plan, ModelMetadata(PHI, tensors))
+    expected = {(name, tuple(each.shape), each.requires_grad) for name, each in attach(base, plan).named_parameters()}
+    assert {(each.name, each.shape, each.is_trained) for each in shape.parameters} == expected
+
+
+def test_rows_of_added_tokens_of_a_head_with_a_bias() -> None:
+    """Preflight refuses them, which an estimate does not know."""
+    tensors = {name: ("F32", tuple(each.shape)) for name, each in sorted(phi().state_dict().items())}
+    plan = plan_of(tiny_spec(model={"addedTokens": [{"content": "<a>"}]}, method={"type": "LoRA", "lora": {"r": 4}}))
+    shape = model_shape(plan, ModelMetadata(PHI, tensors))
+    found = {each.name: each.shape for each in shape.parameters if ".lm_head." in each.name}
+    head = "base_model.model.lm_head.token_adapter"
+    assert found == {
+        f"{head}.base_layer.weight": (265, 64),
+        f"{head}.base_layer.bias": (265,),
+        f"{head}.trainable_tokens_delta.default": (1, 64),
+    }
+
+
 def test_stacked_weights_of_experts() -> None:
     _compare(
         "DeepSeek-V2-Lite", {"type": "LoRA", "lora": {"targetParameters": ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]}}

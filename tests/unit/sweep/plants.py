@@ -11,9 +11,13 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file, save_file
 
+from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer import context as run_context
+from finetune_trainer.added_tokens import AddedTokens
 from finetune_trainer.checkpoint import checkpoints
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import Batch, PreparedSplit
+from finetune_trainer.model import base_with_tokens
 from finetune_trainer.roles import merge as merge_role
 from finetune_trainer.train import export
 from finetune_trainer.train import run as training_run
@@ -125,6 +129,47 @@ def late_rates() -> AbstractContextManager[object]:
         "finetune_trainer.train.run.learning_rate",
         lambda step, total, training: original(min(step + 1, total - 1), total, training),
     )
+
+
+def untrained_head() -> AbstractContextManager[object]:
+    """Rows of added tokens are trained of the embedding alone."""
+    original = run_context.with_trained_rows
+
+    def of_embedding(plan: RunPlan, added: AddedTokens) -> RunPlan:
+        method = original(plan, added).method
+        assert method.lora is not None
+        lora = method.lora.model_copy(update={"separate_token_rows": {}})
+        return plan.model_copy(update={"method": method.model_copy(update={"lora": lora})})
+
+    return patch("finetune_trainer.context.with_trained_rows", of_embedding)
+
+
+def forgotten_row() -> AbstractContextManager[object]:
+    """The last added token begins as what the row to spare held."""
+    original = base_with_tokens.write_with_rows
+
+    def written(*arguments: Any, added: list[int], **named: Any) -> None:
+        original(*arguments, added=added[:-1], **named)
+
+    return patch("finetune_trainer.model.base_with_tokens.write_with_rows", written)
+
+
+@contextmanager
+def swapped_rows() -> Iterator[None]:
+    """The merged model has the rows of two added tokens in each other's place."""
+    original = merge_role.merge
+
+    def swapped(context: RunContext) -> Any:
+        report = original(context)
+        (path,) = context.output.merged.glob("*.safetensors")
+        tensors = load_file(path)
+        name = "model.embed_tokens.weight"
+        tensors[name][[PADDING + 1, PADDING + 2]] = tensors[name][[PADDING + 2, PADDING + 1]]
+        save_file(tensors, path, metadata={"format": "pt"})
+        return report
+
+    with patch("finetune_trainer.roles.merge.merge", swapped):
+        yield
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from finetune_job.api.job import FineTuneJobSpec
 from tests.sweep.case import UNSET, Case
 from tests.sweep.covering import covering_array, distinct, pairs_of, pairs_to_cover, products, random_cases
 from tests.sweep.dimensions import DIMENSIONS, USUAL, Dimension
-from tests.sweep.streams import fixed_cases, random_slice
+from tests.sweep.streams import fixed_cases, random_stream, settings_of, with_settings
 
 FEW = (
     Dimension("method", ("LoRA", "Full"), ("CPT",)),
@@ -68,8 +68,17 @@ def test_products_hold_every_combination_that_applies() -> None:
 @pytest.mark.nightly
 def test_the_slices_of_ci_are_large_enough_and_disjoint() -> None:
     fixed = list(itertools.islice(fixed_cases(), 150))
-    fresh = random_slice(9, 150, {case.id for case in fixed})
+    fresh = itertools.islice(random_stream(9, {case.id for case in fixed}), 150)
     assert len({case.id for case in (*fixed, *fresh)}) == 300
+
+
+def test_cases_can_be_restricted_to_settings() -> None:
+    wanted = [settings_of("added=ordinary,special"), settings_of("ranks=2")]
+    found = list(with_settings(itertools.islice(random_cases(5), 200), wanted))
+    assert {(case.of("added"), case.of("ranks")) for case in found} == {("ordinary", "2"), ("special", "2")}
+    for wrong in ("nothing=1", "added=nothing", "added"):
+        with pytest.raises(ValueError, match="is not one of"):
+            settings_of(wrong)
 
 
 def test_equal_manifests_have_one_id() -> None:

@@ -10,7 +10,7 @@ import torch
 from transformers import get_scheduler
 
 from finetune_trainer.data.batches import PreparedData
-from tests.sweep import expected, oracle
+from tests.sweep import added, expected, oracle
 from tests.sweep.expected import IGNORED, clipping, gradient_norm, rate, sequences, share
 from tests.sweep.material import write_data
 from tests.sweep.record import second_looks, second_looks_text
@@ -26,12 +26,14 @@ def test_nothing_of_the_product_is_imported() -> None:
 
 
 @pytest.mark.parametrize("packs", [False, True])
-def test_documents_and_labels_are_those_on_disk(tmp_path: Path, packs: bool) -> None:
+@pytest.mark.parametrize("num_added", [0, 10])
+def test_documents_and_labels_are_those_on_disk(tmp_path: Path, packs: bool, num_added: int) -> None:
     write_data(tmp_path)
-    data = PreparedData.open(tmp_path / "prepared" / f"{'packed' if packs else 'apart'}-validated")
+    name = f"{'packed' if packs else 'apart'}-validated{f'-{num_added}' if num_added else ''}"
+    data = PreparedData.open(tmp_path / "prepared" / name)
     assert data.validation is not None
     for split, drawn in ((data.train, expected.TRAIN), (data.validation, expected.HELD_OUT)):
-        own = sequences(drawn, packs=packs)
+        own = sequences(drawn, packs=packs, num_added=num_added)
         assert split.num_sequences == len(own) == drawn[0]
         assert max(map(len, own)) == (3 if packs else 1)
         for number, documents in enumerate(own):
@@ -51,6 +53,34 @@ def test_the_first_two_tokens_of_a_document_are_not_supervised() -> None:
         for document in documents:
             assert document.labels == (IGNORED, IGNORED, *document.tokens[2:])
             assert 5 <= len(document.tokens) <= 12
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("tokens", [added.ORDINARY, added.SPECIAL])
+def test_each_added_token_is_read_and_learnt(tokens: list[added.Token], packs: bool) -> None:
+    """Not as the last one of a document, from which nothing is predicted; and it is predicted somewhere."""
+    documents = [document for each in sequences(expected.TRAIN, packs=packs, num_added=len(tokens)) for document in each]
+    wanted = set(added.ids_of(tokens))
+    assert wanted <= {token for document in documents for token in document.tokens[:-1]}
+    assert wanted <= {label for document in documents for label in document.labels}
+    assert max(token for document in documents for token in document.tokens) == max(wanted)
+
+
+@pytest.mark.parametrize(
+    ("written", "taken", "is_tied", "rows"),
+    [
+        ([], set(), False, {"in": [257, 258], "out": [257, 258]}),
+        ([5], set(), False, {"in": [5, 257, 258], "out": [257, 258]}),
+        ([5], {"out"}, False, {"in": [5, 257, 258]}),
+        ([], {"in"}, False, {"out": [257, 258]}),
+        ([], {"in", "out"}, False, None),
+        ([5], {"other"}, True, [5, 257, 258]),
+        ([], {"out"}, True, None),
+    ],
+)
+def test_rows_that_peft_is_told_to_train(written: list[int], taken: set[str], is_tied: bool, rows: object) -> None:
+    tokens = [{"content": "a"}, {"content": "b"}]
+    assert added.trained_rows(written, tokens, ("in", "out"), taken, is_tied=is_tied) == rows
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,35 @@ def test_a_refusal_that_another_mistake_hides_is_seen_without_it(tmp_path: Path,
     assert result.judgement.kind == kind, result.judgement.why
 
 
+ROWS = Verdict(preflight=("added-tokens-untrained",), fields={"added-tokens-untrained": ("model.addedTokens",)})
+LOST = Observation(problems=("trained parameters: 1 missing",))
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({}, "false refusal"),
+        ({"saved": ("head",)}, "false refusal"),
+        ({"targets": ("head",)}, "refused"),
+        ({"architecture": ("llama_tied",), "saved": ("head",)}, "refused"),
+        ({"architecture": ("phi",), "saved": ("embedding",)}, "refused"),
+        ({"architecture": ("phi",), "saved": ("head",)}, "false refusal"),
+        ({"method": ("TrainableTokens",)}, "false refusal"),
+        ({"method": ("IA3",)}, "refused"),
+        ({"method": ("IA3",), "other_saved": ("head and embedding",)}, "false refusal"),
+        ({"method": ("Full",)}, "false refusal"),
+    ],
+)
+def test_a_trainer_that_trains_no_rows_is_not_right_to_refuse_them(
+    tmp_path: Path, values: dict[str, tuple[str, ...]], kind: str
+) -> None:
+    """It works without added tokens, which alone would make the refusal a right one."""
+    (case,) = products([{"added": ("ordinary",), **values}])
+    pool = Pool(lambda drawn: (WORKS, Verdict()) if drawn["added"] == "unset" else (LOST, ROWS))
+    result = run_case(case, tmp_path, pool)
+    assert result.judgement.kind == kind, result.judgement.why
+
+
 def test_alternatives_change_the_named_fields_alone_and_drop_what_does_not_apply_then() -> None:
     case = Case({**CASE.values, "merge_dtype": "float32"})
     found = [each.values for each in alternatives(case, ["merge.enabled", "no.such.field"])]

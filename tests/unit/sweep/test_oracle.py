@@ -56,12 +56,13 @@ from tests.sweep.session import BODY, run_case
         }
     ]
 )
+(ADDING,) = products([{"added": ("ordinary",)}])
 
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("material")
-    for case in (CASE, DROPPING, ROUTED, FLAT, INSIDE, BIASED, CANCELLED, APART):
+    for case in (CASE, DROPPING, ROUTED, FLAT, INSIDE, BIASED, CANCELLED, APART, ADDING):
         write_base(root / "models" / case.base, case.of("architecture"), case.of("stored"))
     write_data(root)
     return root
@@ -77,8 +78,8 @@ def pool() -> Iterator[GangPool]:
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "case",
-    [CASE, INSIDE, BIASED, CANCELLED, APART],
-    ids=["plain", "units inside recomputed layers", "biases", "scales", "weights apart"],
+    [CASE, INSIDE, BIASED, CANCELLED, APART, ADDING],
+    ids=["plain", "units inside recomputed layers", "biases", "scales", "weights apart", "added tokens"],
 )
 def test_a_run_that_is_right_works_and_is_accepted(material: Path, pool: GangPool, case: Case) -> None:
     result = run_case(case, material, pool)
@@ -107,6 +108,9 @@ def test_what_the_rules_refuse_is_run_behind_the_trainers_own_refusals(material:
         # Noise is drawn in all steps but one, and that one is compared.
         (DROPPING, "half_gradient", "step 2: gradient of"),
         (ROUTED, "other_experts", "gradient of"),
+        (ADDING, "untrained_head", "trained parameters: 1 missing"),
+        (ADDING, "forgotten_row", "base with added tokens"),
+        (ADDING, "swapped_rows", "merged rows: embedding"),
     ],
 )
 def test_a_planted_fault_is_silently_wrong(

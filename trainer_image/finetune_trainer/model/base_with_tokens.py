@@ -95,7 +95,7 @@ def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
     """Raises MergeError if the weights cannot be read as they have to be."""
     checkpoint, config = read_checkpoint(order.base), read_json(order.base / CONFIG_FILE)
     stored = read_stored_model(checkpoint, config)
-    vocabulary = vocabulary_of(stored, is_adapted=order.trains_adapter)
+    vocabulary = vocabulary_of(stored, saved_whole=order.saved_whole)
     if problem := _two_heads(stored, config):
         return problem
     _copy_other_files(order, checkpoint, directory)

@@ -94,11 +94,11 @@ def check_rows(seen: JobInspection) -> Iterable[Finding]:
     added, plan = seen.known_added, seen.plan
     trained = [f".{name}." for name in seen.known_structure.trainable]
     of_module = {module: [name for name in trained if f".{module}." in name] for module in (added.embedding, added.head)}
-    missing = [module for module, names in of_module.items() if not _hold_rows(names, is_adapter=plan.method.trains_adapter)]
+    missing = [module for module, names in of_module.items() if not _hold_rows(names, _holding_parts(plan, module, added.ids))]
     is_one_saved = any(_SAVED_PART in name for names in of_module.values() for name in names)
     if added.separate_head is None and added.embedding not in missing and not is_one_saved:
         missing = []  # the head shares what is trained
-    adapted = [module for module in missing if of_module[module]]
+    adapted = [module for module in missing if any(_ROWS_PART not in name for name in of_module[module])]
     if not missing:
         return _padding(seen)
     names = " and ".join(adapted or missing)
@@ -133,9 +133,19 @@ def _padding(seen: JobInspection) -> Iterator[Finding]:
             )
 
 
-def _hold_rows(names: Sequence[str], *, is_adapter: bool) -> bool:
-    """Whether trained tensors of a module are its rows themselves. names: theirs."""
-    return any(part in name for name in names for part in ((_SAVED_PART, _ROWS_PART) if is_adapter else ("",)))
+def _hold_rows(names: Sequence[str], parts: Sequence[str]) -> bool:
+    """Whether trained tensors of a module are its rows themselves. names: theirs. parts: of the names of such tensors."""
+    return any(part in name for name in names for part in parts)
+
+
+def _holding_parts(plan: RunPlan, module: str, ids: Sequence[int]) -> tuple[str, ...]:
+    """Parts of the names of trained tensors of a module that hold the rows of these tokens."""
+    if not plan.method.trains_adapter:
+        return ("",)
+    lora = plan.method.lora
+    # Rows that the job has named may be all that is trained.
+    rows = ids if lora is None else lora.separate_token_rows.get(module, lora.trainable_token_indices)
+    return (_SAVED_PART, _ROWS_PART) if {*ids} <= {*rows} else (_SAVED_PART,)
 
 
 def _saved_whole(plan: RunPlan, modules: list[str]) -> dict[str, Any] | None:

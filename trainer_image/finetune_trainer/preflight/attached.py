@@ -54,6 +54,7 @@ def attached_findings(model: nn.Module, method: MethodPlan) -> list[Finding]:
         *_blocks_of_another_size(model, method, field),
         *_rows_beyond(model, method, field),
         *_rows_twice(model, method, field),
+        *_rows_without_bias(model, method, field),
         *_patterns_of_others(model, method, field),
         *adapted_routers(model, method, field),
     ]
@@ -233,6 +234,28 @@ def _rows_twice(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Fi
                 message=reason,
                 fix=fix,
                 changes={f"{field}.{TARGETS}": left} if left else None,
+            )
+            return
+
+
+def _rows_without_bias(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
+    """PEFT computes a layer of which it trains rows from its weight alone. A tied head is one, although nobody names it."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, TrainableTokensLayer) and getattr(layer.get_base_layer(), "bias", None) is not None:
+            shown = name_in_base(name).removesuffix(".token_adapter")
+            setting = "tokenIndices" if method.lora is None else "trainableTokenIndices"
+            reason = (
+                f"PEFT leaves out the bias of {shown} while it trains rows of it, or of what is tied to it, and the merged model "
+                "has that bias: the rows would be learnt for another model"
+            )
+            fix = f"remove {setting}" if method.lora is not None else "set method.type: LoRA"
+            yield make_finding(
+                "model-settings-conflict",
+                field=f"{field}.{setting}",
+                value=shown,
+                message=reason,
+                fix=f"{fix}, and name the embeddings in modulesToSave, which trains all of their rows",
+                changes=None if method.lora is None else {f"{field}.{setting}": None},
             )
             return
 

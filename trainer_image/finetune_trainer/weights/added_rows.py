@@ -48,8 +48,9 @@ class Vocabulary:
     """That, if it does not share the embedding's values."""
 
 
-def vocabulary_of(model: StoredModel, *, is_adapted: bool) -> Vocabulary:
-    """is_adapted: an adapter is trained, which holds rows of weights alone.
+def vocabulary_of(model: StoredModel, *, saved_whole: Collection[str] | None) -> Vocabulary:
+    """saved_whole: names of modules that an adapter holds whole, as it holds of others rows of weights alone; None: there is no
+    adapter.
 
     Raises UnsupportedBaseError if rows cannot be added.
     """
@@ -62,10 +63,16 @@ def vocabulary_of(model: StoredModel, *, is_adapted: bool) -> Vocabulary:
     if other is not None:
         counts = f"{other} has {model.parameters[other].shape[0]} rows and {embedding} {held[embedding].shape[0]}"
         raise UnsupportedBaseError(f"{counts}, so the ids of tokens would not be the same in both")
-    biases = [path for path in model.parameters if path.rpartition(".")[2] == _RESIZED_BIAS]
-    biases += [path for path in held if path.endswith(".bias") and is_adapted]
-    if biases:
-        raise UnsupportedBaseError(f"{biases[0]} has a value for each token, and an adapter could hold none for added ones")
+    apart = next((path for path in model.parameters if path.rpartition(".")[2] == _RESIZED_BIAS), None)
+    if apart is not None:
+        raise UnsupportedBaseError(f"{apart} has a value for each token, and is part of neither embedding nor output head")
+    biased = [path.removesuffix(".bias") for path in held if path.endswith(".bias")]
+    lost = next((module for module in biased if not _is_held_whole(module, saved_whole)), None)
+    if lost is not None:
+        raise UnsupportedBaseError(
+            f"{lost}.bias has a value for each token, and an adapter holds none for added ones unless modulesToSave names "
+            f"{lost.rpartition('.')[2]}"
+        )
     empty = next((each.path for each in held.values() if 0 in each.shape), None)
     if empty is not None:
         raise UnsupportedBaseError(f"{empty} holds no value")
@@ -81,6 +88,10 @@ def vocabulary_of(model: StoredModel, *, is_adapted: bool) -> Vocabulary:
         head=_module(separate[0] if separate else heads[-1]),
         separate_head=_module(separate[0]) if separate else None,
     )
+
+
+def _is_held_whole(module: str, saved_whole: Collection[str] | None) -> bool:
+    return saved_whole is None or any(f".{module}".endswith(f".{name}") for name in saved_whole)
 
 
 def _module(path: str) -> str:

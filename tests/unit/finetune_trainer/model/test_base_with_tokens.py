@@ -39,7 +39,7 @@ def order(tmp_path: Path, tokens: tuple[AddedTokenPlan, ...] = TOKENS, **changes
         root=base,
         tokens=tokens,
         allow_remote_code=False,
-        trains_adapter=True,
+        saved_whole=(),
         target=workspace / "made",
         record=workspace / "added.json",
     )

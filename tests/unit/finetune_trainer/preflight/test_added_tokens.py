@@ -17,6 +17,7 @@ from finetune_job.plan.run_plan import AddedTokenPlan
 from finetune_trainer.added_tokens import AddedTokens, read_added_tokens, with_trained_rows
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import ModelError
+from finetune_trainer.files import temporary_beside
 from finetune_trainer.inspection.report import read_report
 from finetune_trainer.model import base_with_tokens
 from finetune_trainer.preflight import added_tokens
@@ -96,7 +97,7 @@ def test_a_token_that_ends_every_record_is_read(context: Any) -> None:
 
 
 def test_a_base_without_known_rows_is_refused(context: Any, model: Path) -> None:
-    """A head with a bias has a value for each token that no adapter holds."""
+    """A head with a bias has a value for each token that an adapter holds only with the whole head."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -110,6 +111,8 @@ def test_a_base_without_known_rows_is_refused(context: Any, model: Path) -> None
     found = findings(context, ADDED)["added-tokens-without-rows"]
     assert (found.severity, found.field) == ("error", "spec.model.addedTokens")
     assert "lm_head.bias has a value for each token" in found.message
+    assert "modulesToSave names lm_head" in found.message
+    assert "added-tokens-without-rows" not in findings(context, ADDED | {"method.lora.modulesToSave": ["lm_head"]})
 
 
 @pytest.mark.usefixtures("records")
@@ -170,6 +173,13 @@ def test_embeddings_that_the_method_leaves_alone_are_named(context: Any) -> None
         (True, {"modulesToSave": ["embed_tokens"]}, "no row of lm_head,", "modulesToSave", ["embed_tokens", "lm_head"]),
         (True, {"modulesToSave": ["lm_head"]}, "no row of embed_tokens,", "modulesToSave", ["lm_head", "embed_tokens"]),
         (True, {"targetModules": ["q_proj", "lm_head"]}, "the adapter of lm_head", "targetModules", ["q_proj"]),
+        (
+            True,
+            {"targetModules": ["q_proj", "lm_head"], "trainableTokenIndices": [5]},
+            "the adapter of lm_head",
+            "targetModules",
+            ["q_proj"],
+        ),
         (True, {"targetModules": ["model.embed_tokens", "q_proj"]}, "the adapter of embed_tokens", "targetModules", ["q_proj"]),
         (False, {"targetModules": ["q_proj", "embed_tokens"]}, "the adapter of embed_tokens", "targetModules", ["q_proj"]),
         (False, {"targetModules": ["embed_tokens", "lm_head"]}, "embed_tokens and lm_head would", "targetModules", None),
@@ -179,7 +189,9 @@ def test_embeddings_that_the_method_leaves_alone_are_named(context: Any) -> None
 def test_rows_that_no_adapter_holds_are_refused(
     context: Any, model: Path, tied: bool, lora: dict[str, Any], message: str, field: str, value: list[str] | None
 ) -> None:
-    """A head that shares the embedding's values loses them where one of the two is saved; LoRA of rows holds differences."""
+    """A head that shares the embedding's values loses them where one of the two is saved; LoRA of rows holds differences; and
+    rows of other tokens are not theirs.
+    """
     if tied:
         tie(model)
     changes = ADDED | {f"method.lora.{name}": names for name, names in lora.items()}
@@ -234,6 +246,20 @@ def test_a_process_that_is_killed_leaves_nothing(context: Any, monkeypatch: pyte
     monkeypatch.setattr(base_with_tokens, "write_with_rows", killed)
     job = context(ADDED)
     with pytest.raises(ModelCheckKilledError, match=r"adds tokens to the base model was killed \(SIGKILL\)"):
+        run(job)
+    assert [path.name for path in job.workspace.root.iterdir() if "added" in path.name] == []
+
+
+def test_a_process_that_is_killed_while_it_writes_the_record_leaves_nothing(
+    context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path, content: bytes) -> None:
+        temporary_beside(path).write_bytes(content[:20])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(base_with_tokens, "write_durably", killed)
+    job = context(ADDED)
+    with pytest.raises(ModelCheckKilledError):
         run(job)
     assert [path.name for path in job.workspace.root.iterdir() if "added" in path.name] == []
 

@@ -168,6 +168,49 @@ def test_rows_of_a_tied_head_that_is_named_beside_its_embedding_are_refused(chec
     assert checked("llama", {"type": "TrainableTokens", "settings": settings}) == []
 
 
+@pytest.mark.parametrize(
+    ("tied", "method", "setting", "is_refused"),
+    [
+        (True, lora(trainableTokenIndices=[1, 5]), "lora.trainableTokenIndices", True),
+        (False, lora(trainableTokenIndices=[1, 5]), "lora.trainableTokenIndices", False),
+        (True, {"type": "TrainableTokens", "settings": {"tokenIndices": [1, 5]}}, "settings.tokenIndices", True),
+        (False, {"type": "TrainableTokens", "settings": {"tokenIndices": [1, 5]}}, "settings.tokenIndices", False),
+        (
+            False,
+            {"type": "TrainableTokens", "settings": {"tokenIndices": [1, 5], "targetModules": ["embed_tokens", "lm_head"]}},
+            "settings.tokenIndices",
+            True,
+        ),
+    ],
+)
+def test_rows_of_a_head_with_a_bias_are_refused(
+    checked: Any, tmp_path: Path, tied: bool, method: Spec, setting: str, is_refused: bool
+) -> None:
+    config = AutoConfig.for_model("phi", **(COMMON | ATTENTION | {"tie_word_embeddings": tied}))
+    declare_model(tmp_path / "phi", config.to_dict() | {"dtype": "float32"})
+    found = checked("phi", method)
+    shown = [(each.rule, each.field, each.value) for each in found]
+    assert shown == ([("model-settings-conflict", f"spec.method.{setting}", "lm_head")] if is_refused else [])
+    if found and found[0].changes:
+        assert checked("phi", fixed(method, found[0])) == []
+
+
+def test_peft_computes_a_head_whose_rows_it_trains_without_its_bias() -> None:
+    config = AutoConfig.for_model("phi", **(COMMON | ATTENTION | {"tie_word_embeddings": True}))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    bias = torch.randn(264)
+    model.lm_head.bias.data.copy_(bias)
+    tokens = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        before = model(input_ids=tokens).logits
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 5])).eval()
+        during = adapted(input_ids=tokens).logits
+        after = adapted.merge_and_unload()(input_ids=tokens).logits
+    torch.testing.assert_close(during, before - bias)
+    torch.testing.assert_close(after, before)
+
+
 def test_a_unit_that_is_never_called_is_refused(checked: Any) -> None:
     (found,) = checked("mamba", {"type": "Full"}, parallelism={"fsdp": {"transformerLayerClsToWrap": ["Conv1d"]}})
     assert (found.rule, found.field) == ("unit-bypassed", "spec.parallelism.fsdp.transformerLayerClsToWrap")

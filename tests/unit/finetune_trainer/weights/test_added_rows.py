@@ -28,7 +28,7 @@ EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.no
 def grown(model: Path, target: Path, *, num_known: int = 257, added: tuple[int, ...], num_rows: int) -> dict[str, torch.Tensor]:
     """The tensors of the copy of `model` in `target`."""
     checkpoint = read_checkpoint(model)
-    vocabulary = vocabulary_of(read_stored_model(checkpoint, read_json(model / "config.json")), is_adapted=True)
+    vocabulary = vocabulary_of(read_stored_model(checkpoint, read_json(model / "config.json")), saved_whole=())
     target.mkdir()
     write_with_rows(checkpoint, model, target, vocabulary, num_known=num_known, added=added, num_rows=num_rows)
     read_checkpoint(target)
@@ -115,7 +115,7 @@ def test_the_room_that_is_needed_is_that_of_what_is_written(tmp_path: Path) -> N
     model = tmp_path / "model"
     LlamaForCausalLM.from_pretrained(tmp_path / "one").save_pretrained(model, max_shard_size="40KB")
     checkpoint = read_checkpoint(model)
-    vocabulary = vocabulary_of(read_stored_model(checkpoint, read_json(model / "config.json")), is_adapted=True)
+    vocabulary = vocabulary_of(read_stored_model(checkpoint, read_json(model / "config.json")), saved_whole=())
     needed = written_bytes(checkpoint, vocabulary, 270, tmp_path)
     target = tmp_path / "grown"
     target.mkdir()
@@ -132,7 +132,7 @@ def test_the_room_that_is_needed_is_that_of_what_is_written(tmp_path: Path) -> N
 def test_a_tied_head_needs_no_rows_of_its_own(tmp_path: Path, tied: bool) -> None:
     model = write_tiny_llama(tmp_path / "model", tie_word_embeddings=tied)
     checkpoint = read_checkpoint(model)
-    found = vocabulary_of(read_stored_model(checkpoint, read_json(model / "config.json")), is_adapted=True)
+    found = vocabulary_of(read_stored_model(checkpoint, read_json(model / "config.json")), saved_whole=())
     assert (found.embedding, found.separate_head) == ("embed_tokens", None if tied else "lm_head")
     assert set(found.tensors) == ({EMBEDDING} if tied else {EMBEDDING, HEAD})
     assert found.num_rows == 264
@@ -149,38 +149,46 @@ def with_tensors(tmp_path: Path, changes: dict[str, torch.Tensor | None], family
     return read_stored_model(read_checkpoint(model), config)
 
 
-def test_a_bias_with_a_value_for_each_token_is_refused_for_adapters_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saved_whole", "is_refused"),
+    [((), True), (("embed_tokens",), True), (("head",), True), (("embed_tokens", "lm_head"), False), (None, False)],
+)
+def test_a_bias_with_a_value_for_each_token_is_refused_for_adapters_that_do_not_hold_it(
+    tmp_path: Path, saved_whole: tuple[str, ...] | None, is_refused: bool
+) -> None:
     model = with_tensors(tmp_path, {"lm_head.bias": torch.zeros(264)})
-    with pytest.raises(UnsupportedBaseError, match=r"lm_head\.bias has a value for each token, and an adapter could hold none"):
-        vocabulary_of(model, is_adapted=True)
-    assert set(vocabulary_of(model, is_adapted=False).tensors) == {EMBEDDING, HEAD, "lm_head.bias"}
+    if is_refused:
+        with pytest.raises(UnsupportedBaseError, match=r"lm_head\.bias has a value for each token, and an adapter holds none"):
+            vocabulary_of(model, saved_whole=saved_whole)
+    else:
+        assert set(vocabulary_of(model, saved_whole=saved_whole).tensors) == {EMBEDDING, HEAD, "lm_head.bias"}
 
 
 def test_a_head_of_another_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedBaseError, match=r"lm_head\.weight has 300 rows and model\.embed_tokens\.weight 264"):
-        vocabulary_of(with_tensors(tmp_path, {HEAD: torch.zeros(300, 32)}), is_adapted=True)
+        vocabulary_of(with_tensors(tmp_path, {HEAD: torch.zeros(300, 32)}), saved_whole=())
 
 
 def test_embeddings_of_other_element_types_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedBaseError, match="has the element type I8, of which there is no mean"):
-        vocabulary_of(with_tensors(tmp_path, {EMBEDDING: torch.zeros(264, 32, dtype=torch.int8)}), is_adapted=True)
+        vocabulary_of(with_tensors(tmp_path, {EMBEDDING: torch.zeros(264, 32, dtype=torch.int8)}), saved_whole=())
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (264, 0)])
 def test_embeddings_without_values_are_refused(tmp_path: Path, shape: tuple[int, int]) -> None:
     with pytest.raises(UnsupportedBaseError, match=r"\.weight holds no value"):
-        vocabulary_of(with_tensors(tmp_path, {EMBEDDING: torch.zeros(shape), HEAD: torch.zeros(shape)}), is_adapted=True)
+        vocabulary_of(with_tensors(tmp_path, {EMBEDDING: torch.zeros(shape), HEAD: torch.zeros(shape)}), saved_whole=())
 
 
 def test_a_model_without_a_known_embedding_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedBaseError, match="no input embedding that is known by its name"):
-        vocabulary_of(with_tensors(tmp_path, {EMBEDDING: None}), is_adapted=True)
+        vocabulary_of(with_tensors(tmp_path, {EMBEDDING: None}), saved_whole=())
 
 
 def test_a_file_that_ends_early_is_told(tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "model")
     checkpoint = read_checkpoint(model)
-    vocabulary = vocabulary_of(read_stored_model(checkpoint, read_json(model / "config.json")), is_adapted=True)
+    vocabulary = vocabulary_of(read_stored_model(checkpoint, read_json(model / "config.json")), saved_whole=())
     (tmp_path / "grown").mkdir()
     file = model / "model.safetensors"
     whole = checkpoint.tensors[HEAD].offset + 100

@@ -1,0 +1,98 @@
+"""The part of preflight that writes a base with added tokens, killed until that base is there.
+
+It has two processes: one that waits for findings, and a fork of it that writes. A moment by the clock kills the first, and the
+other one with it; a call that the other makes kills that one alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+
+from finetune_trainer.context import RunContext
+from finetune_trainer.preflight.added_tokens import add_tokens
+from finetune_trainer.preflight.checks import JobInspection
+from tests.kill.moments import Hook, Moment, OutputTo, random_moment
+from tests.support.forked_ranks import run_processes
+
+USUAL_SECONDS = 0.5
+"""Once the server of forks runs."""
+MOST_ATTEMPTS = 40
+_ONLY = (0,)
+HOOKS: tuple[Hook, ...] = (
+    ("model.base_with_tokens:remove_made", 1, _ONLY),
+    ("model.base_with_tokens:read_checkpoint", 1, _ONLY),
+    ("model.base_with_tokens:copy_within", 2, _ONLY),
+    ("model.base_with_tokens:load_tokenizer", 2, _ONLY),
+    ("model.base_with_tokens:vocabulary_settings", 1, _ONLY),
+    ("model.base_with_tokens:write_with_rows", 1, _ONLY),
+    ("model.base_with_tokens:sync_file", 6, _ONLY),
+    ("model.base_with_tokens:publish_directory", 1, _ONLY),
+    ("model.base_with_tokens:write_durably", 1, _ONLY),
+    ("weights.added_rows:_write", 1, _ONLY),
+    ("weights.added_rows:_copy", 20, _ONLY),
+    ("weights.added_rows:_blocks", 4, _ONLY),
+    ("weights.added_rows:sync_file", 1, _ONLY),
+    ("files:sync_directory", 2, _ONLY),
+    ("preflight.added_tokens:parse_answer", 1, _ONLY),
+    ("preflight.added_tokens:read_added_tokens", 1, _ONLY),
+)
+
+
+def make_base(context: RunContext, log: Path, moments: Sequence[Moment] = ()) -> int:
+    """The exit code of what writes it."""
+    return run_processes([partial(_add_tokens, context, [OutputTo(log), *moments])])[0]
+
+
+def base_bytes(context: RunContext) -> dict[str, bytes]:
+    """All that it has written, by the name below the workspace."""
+    root = context.workspace.root
+    files = [context.workspace.added_tokens, *context.workspace.base_with_tokens.rglob("*")]
+    return {str(path.relative_to(root)): path.read_bytes() for path in files if path.is_file()}
+
+
+def make_base_with_kills(
+    context: RunContext, expected: dict[str, bytes], directory: Path, random: Random, *, deadly: bool, most_kills: int
+) -> tuple[int, list[str], str]:
+    """How often it was hit, what happened, and what was wrong; empty if every byte is as expected.
+
+    directory: of this run, for logs and for what a process that is hit writes down.
+    """
+    landed = directory / "base-landed"
+    landed.mkdir()
+    names = {path.name for path in context.workspace.root.iterdir()} | {name.partition("/")[0] for name in expected}
+    wanted, story = random.randint(1, most_kills), []
+    for attempt in itertools.count():
+        hits = len([*landed.iterdir()])
+        is_disturbed = hits < wanted and attempt < MOST_ATTEMPTS
+        moments = []
+        if is_disturbed:
+            moment = random_moment(random, attempt, landed, deadly=deadly, usual_seconds=USUAL_SECONDS, hooks=HOOKS, ranks=_ONLY)
+            moments = [moment]
+        code = make_base(context, directory, moments)
+        was_hit = len([*landed.iterdir()]) > hits
+        story.append(
+            f"base {attempt}: {moments[0] if moments else 'undisturbed'}{'' if was_hit else ', not hit'}; ended with {code}"
+        )
+        # Its record says that the base is whole.
+        if context.workspace.added_tokens.exists() and base_bytes(context) != expected:
+            return hits, story, f"attempt {attempt} at the base left a record of another one than the undisturbed"
+        if code == 0 and not context.workspace.added_tokens.exists():
+            return hits, story, f"attempt {attempt} at the base says that it is there, and it is not"
+        if code != 0 and not was_hit:
+            return hits, story, f"attempt {attempt} at the base ended with {code}, and was not hit"
+        if not is_disturbed:
+            break
+    left = {path.name for path in context.workspace.root.iterdir()} - names
+    return hits, story, f"left next to the base: {sorted(left)}" if left else ""
+
+
+def _add_tokens(context: RunContext, disturbances: Sequence[OutputTo | Moment]) -> int:
+    for each in disturbances:
+        each.arm(0)
+    found = list(add_tokens(JobInspection(context)))
+    print(found, flush=True)
+    return 1 if found else 0
