@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune_job.api.method import MethodType
 from finetune_job.method_settings import TARGETS, TRAINED_ROWS_SETTING
-from finetune_job.plan.run_plan import LoraPlan, MethodPlan
+from finetune_job.plan.method_plan import LoraPlan, MethodPlan
 
 
 @dataclass(frozen=True)

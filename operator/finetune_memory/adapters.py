@@ -15,7 +15,7 @@ from finetune_job.methods import INSIDE_PEFT
 from finetune_job.module_expressions import key_expression
 from finetune_job.module_names import OUTPUT_HEADS
 from finetune_job.plan.element_types import VALUE_BYTES
-from finetune_job.plan.run_plan import LoraPlan, MethodPlan, QuantizationPlan
+from finetune_job.plan.method_plan import LoraPlan, MethodPlan, QuantizationPlan
 from finetune_memory.model_shape import LINEAR, ParameterShape, UnknownModelError
 
 FIRST_VALUES = "first_values"

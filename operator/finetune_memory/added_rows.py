@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from finetune_job.added_rows import AddedRows, with_added_rows_trained
 from finetune_job.module_names import OUTPUT_HEADS, TOKEN_EMBEDDINGS
-from finetune_job.plan.run_plan import MethodPlan
+from finetune_job.plan.method_plan import MethodPlan
 from finetune_memory.model_shape import ParameterShape
 
 

@@ -17,8 +17,9 @@ from finetune_job.finding import FieldChange
 from finetune_job.method_settings import effective_settings
 from finetune_job.methods import METHODS, Family, lora_kind
 from finetune_job.names import workspace_claim_name
+from finetune_job.plan.method_plan import QuantizationPlan
 from finetune_job.plan.resolve_model import DEFAULT_DOUBLE_QUANT, DEFAULT_QUANT_TYPE
-from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
+from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import changes_text
 from finetune_job.sharding import SHARDED_BITS
 from finetune_memory.estimate import Estimate

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from finetune_job.api.method import MethodType
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
-from finetune_job.plan.run_plan import MethodPlan
+from finetune_job.plan.method_plan import MethodPlan
 from finetune_memory.model_shape import ParameterShape
 
 _UNPACKED = {MethodType.QLORA: MethodType.LORA.value, MethodType.QDORA: MethodType.DORA.value}

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.oft.layer import OFTLayer
 
 from finetune_job.api.method import MethodType
-from finetune_job.plan.run_plan import AdapterPlan, MethodPlan
+from finetune_job.plan.method_plan import AdapterPlan, MethodPlan
 from finetune_trainer.preflight.attached import attached_findings
 from finetune_trainer.preflight.module_names import wrong_method_settings
 from tests.pitfalls.one_process import llama, peft_config, tokens, trained

@@ -12,15 +12,8 @@ from finetune_job.api.training import Precision
 from finetune_job.methods import METHODS, Family
 from finetune_job.module_names import OUTPUT_HEADS, names_embedding
 from finetune_job.plan.choices import Choices
-from finetune_job.plan.run_plan import (
-    TRAINED_ROWS_FIELD,
-    AdapterPlan,
-    FsdpPlan,
-    LoraPlan,
-    MethodPlan,
-    QuantizationPlan,
-    optional_float,
-)
+from finetune_job.plan.method_plan import AdapterPlan, LoraPlan, MethodPlan, QuantizationPlan
+from finetune_job.plan.run_plan import TRAINED_ROWS_FIELD, FsdpPlan, optional_float
 from finetune_job.sharding import holds_adapters_as_the_base, needs_original_parameters, needs_own_units
 
 DEFAULT_QUANT_TYPE = QuantType.NF4

@@ -9,7 +9,8 @@ import pytest
 from finetune_job.api.inputs import Attention
 from finetune_job.api.pod_settings import quantity_bytes
 from finetune_job.plan.element_types import Elements
-from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
+from finetune_job.plan.method_plan import QuantizationPlan
+from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.activations import TrainingPass
 from finetune_memory.adapters import quantised, scale_bytes, trained_parameters
 from finetune_memory.estimate import Estimate, Term, _Estimator, estimate

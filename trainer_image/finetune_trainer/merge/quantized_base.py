@@ -16,7 +16,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
+from finetune_job.plan.method_plan import QuantizationPlan
+from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.load import quantization_config, stored_dtype

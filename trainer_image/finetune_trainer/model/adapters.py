@@ -25,7 +25,8 @@ from finetune_job.api.method import ALL_LINEAR, LoraInit, MethodType
 from finetune_job.method_settings import peft_fields
 from finetune_job.methods import INSIDE_PEFT, METHODS, lora_kind
 from finetune_job.module_names import ADAPTER
-from finetune_job.plan.run_plan import LoraPlan, MethodPlan, RunPlan
+from finetune_job.plan.method_plan import LoraPlan, MethodPlan
+from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.adapters import FIRST_VALUES
 from finetune_trainer.errors import ConfigError, InvariantError
 from finetune_trainer.model.library_texts import NO_DEFAULT_TARGETS, STACKED_WEIGHTS

@@ -12,7 +12,8 @@ from torch import nn
 
 from finetune_job.api.method import LoraBias, MethodType
 from finetune_job.methods import INSIDE_PEFT, METHODS
-from finetune_job.plan.run_plan import FsdpPlan, MethodPlan, RunPlan
+from finetune_job.plan.method_plan import MethodPlan
+from finetune_job.plan.run_plan import FsdpPlan, RunPlan
 from finetune_job.sharding import Conflict, by_unit, element_types, unit_conflict
 from finetune_memory.adapters import FIRST_VALUES
 from finetune_trainer.errors import ConfigError, InvariantError

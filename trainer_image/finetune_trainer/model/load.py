@@ -18,7 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import AutoHfQuantizer
 
 from finetune_job.api.inputs import Attention
-from finetune_job.plan.run_plan import ATTENTION_FIELD, QuantizationPlan, RunPlan
+from finetune_job.plan.method_plan import QuantizationPlan
+from finetune_job.plan.run_plan import ATTENTION_FIELD, RunPlan
 from finetune_trainer.errors import ModelError
 from finetune_trainer.model.dtypes import ModelDtypes, resolve_dtypes, torch_dtype
 from finetune_trainer.model.packed_weights import make_fit_for_training

@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from finetune_job.methods import INSIDE_PEFT
-from finetune_job.plan.run_plan import MethodPlan
+from finetune_job.plan.method_plan import MethodPlan
 
 
 def name_in_base(name: str) -> str:

@@ -22,7 +22,7 @@ from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.methods import INSIDE_PEFT
 from finetune_job.module_names import ADAPTER
-from finetune_job.plan.run_plan import LoraPlan
+from finetune_job.plan.method_plan import LoraPlan
 from finetune_trainer.model.adapters import REFUSALS, lora_config
 from finetune_trainer.preflight.adapted_modules import name_in_base
 from finetune_trainer.preflight.model_inspection import ModelInspection

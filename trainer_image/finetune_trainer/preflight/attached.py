@@ -23,7 +23,7 @@ from finetune_job.finding import Finding
 from finetune_job.method_settings import PATTERNS, TARGETS
 from finetune_job.methods import INSIDE_PEFT, METHODS
 from finetune_job.module_names import ADAPTER
-from finetune_job.plan.run_plan import MethodPlan
+from finetune_job.plan.method_plan import MethodPlan
 from finetune_trainer.preflight.adapted_modules import adapted_modules, adapter_settings, is_packed, name_in_base
 from finetune_trainer.preflight.experts import adapted_routers, experts_not_packed, experts_without_adapter
 from finetune_trainer.preflight.model_inspection import ModelInspection

@@ -26,7 +26,8 @@ from finetune_job.finding import Finding
 from finetune_job.method_settings import known_settings
 from finetune_job.methods import INSIDE_PEFT, METHODS, lora_kind
 from finetune_job.module_names import ADAPTER
-from finetune_job.plan.run_plan import MethodPlan, RunPlan
+from finetune_job.plan.method_plan import MethodPlan
+from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.inspection.module_use import ModuleUse, ModuleUses
 from finetune_trainer.preflight.adapted_modules import is_packed
 from finetune_trainer.preflight.fsdp_units import CLASSES_FIELD, POLICY_FIELD

@@ -20,7 +20,7 @@ from finetune_job.finding import Finding
 from finetune_job.method_settings import TARGETS
 from finetune_job.methods import METHODS
 from finetune_job.module_names import is_router
-from finetune_job.plan.run_plan import LoraPlan, MethodPlan
+from finetune_job.plan.method_plan import LoraPlan, MethodPlan
 from finetune_memory.packed_experts import Packing
 from finetune_memory.packed_experts import experts_not_packed as experts_not_packed_of
 from finetune_trainer.preflight.adapted_modules import adapted_modules, adapter_settings, is_packed, name_in_base

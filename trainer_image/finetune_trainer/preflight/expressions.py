@@ -10,7 +10,7 @@ import re
 import warnings
 
 from finetune_job.finding import Finding
-from finetune_job.plan.run_plan import MethodPlan
+from finetune_job.plan.method_plan import MethodPlan
 from finetune_job.rules.method_configuration.expressions import expression_findings, expressions_of
 from finetune_trainer.preflight.checks import JobInspection
 from finetune_trainer.processes.sandbox import SandboxEndedError, run_sandboxed

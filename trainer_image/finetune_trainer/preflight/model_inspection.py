@@ -9,7 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune_job.finding import Finding
-from finetune_job.plan.run_plan import Choice, LoraPlan, RunPlan
+from finetune_job.plan.method_plan import LoraPlan
+from finetune_job.plan.run_plan import Choice, RunPlan
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.inspection.module_use import ModuleUses, ObservedUse
 from finetune_trainer.inspection.report import ModelStructure

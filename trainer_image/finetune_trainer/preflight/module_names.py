@@ -15,7 +15,7 @@ from finetune_job.api.method import ALL_LINEAR, MethodType
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.method_settings import PATTERNS, peft_fields
-from finetune_job.plan.run_plan import AdapterPlan, LoraPlan
+from finetune_job.plan.method_plan import AdapterPlan, LoraPlan
 from finetune_trainer.preflight.name_matching import (
     LAYER,
     is_expression_for,

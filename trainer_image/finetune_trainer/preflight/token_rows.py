@@ -17,7 +17,8 @@ from finetune_job.api.method import MethodType
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.module_names import TOKEN_EMBEDDINGS
-from finetune_job.plan.run_plan import MethodPlan, RunPlan
+from finetune_job.plan.method_plan import MethodPlan
+from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.tokens import SAVED, TOKENS
 from finetune_trainer.data.render_chat import ChatError, Tokenizer, template_source
 from finetune_trainer.data.shards import TRAIN, TokenShards, map_tables

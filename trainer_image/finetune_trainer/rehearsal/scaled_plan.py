@@ -10,7 +10,8 @@ from finetune_job.api.base import ClaimPath
 from finetune_job.api.enumerations import Dtype
 from finetune_job.api.training import Precision
 from finetune_job.method_settings import TRAINED_ROWS_SETTING, known_settings
-from finetune_job.plan.run_plan import AdapterPlan, LoraPlan, MethodPlan, RunPlan
+from finetune_job.plan.method_plan import AdapterPlan, LoraPlan, MethodPlan
+from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.small_models.layers import KeptLayers
 from finetune_trainer.small_models.shrink import ConfigChange, SmallConfig, Tokens, trained_token_ids
 

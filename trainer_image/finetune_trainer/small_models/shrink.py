@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune_job.method_settings import TRAINED_ROWS_SETTING
-from finetune_job.plan.run_plan import MethodPlan
+from finetune_job.plan.method_plan import MethodPlan
 from finetune_trainer.small_models.fields import MEANING_OF, TOKEN_ID, Meaning
 from finetune_trainer.small_models.layers import KeptLayers, choose_layers, cut_layers
 from finetune_trainer.small_models.sizes import small_rope, small_sizes, width_of

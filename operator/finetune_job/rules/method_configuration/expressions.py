@@ -12,7 +12,7 @@ from collections.abc import Callable
 from finetune_job.finding import Finding
 from finetune_job.method_settings import PATTERNS
 from finetune_job.module_expressions import is_plainly_malformed, key_expression
-from finetune_job.plan.run_plan import MethodPlan
+from finetune_job.plan.method_plan import MethodPlan
 from finetune_job.rules.method_configuration.modules import LISTS, LORA, SETTINGS, ManifestSettings, manifest_settings
 from finetune_job.rules.rule import Problem, Reproduction, Rule, RuleContext, finding_from, rule
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from finetune_job.api.method import MethodType
 from finetune_job.api.training import OptimizerName
 from finetune_job.method_settings import effective_settings
+from finetune_job.plan.method_plan import LoraPlan, MethodPlan
 from finetune_job.plan.resolve_training import USUAL_LEARNING_RATES, USUAL_SGD_LEARNING_RATE
-from finetune_job.plan.run_plan import LoraPlan, MethodPlan, RunPlan, TrainingPlan
+from finetune_job.plan.run_plan import RunPlan, TrainingPlan
 from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
 
 _RATE, _NORM, _EPSILON = "training.learningRate", "training.maxGradNorm", "training.adamEpsilon"

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedCon
 
 from finetune_job.api.enumerations import Dtype
 from finetune_job.api.method import QuantStorage, QuantType
-from finetune_job.plan.run_plan import QuantizationPlan
+from finetune_job.plan.method_plan import QuantizationPlan
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.merge.quantized_base import quantized_parameters, training_quantization

@@ -3,7 +3,7 @@
 import pytest
 
 from finetune_job.api.method import LoraBias, LoraInit, MethodType
-from finetune_job.plan.run_plan import AdapterPlan, LoraPlan
+from finetune_job.plan.method_plan import AdapterPlan, LoraPlan
 from finetune_trainer.preflight.module_names import wrong_method_settings, wrong_module_names
 from tests.support.tiny_model import plan_of, tiny_spec
 
