@@ -306,7 +306,9 @@ LINES: Mapping[str, By | PartOf | No] = {
 }
 
 NAMES = frozenset(
-    """finetune estimate --gpu H100
+    """finetune estimate --calibration
+finetune estimate --gpu
+finetune estimate --gpu H100
 finetune fork --from
 finetune merge --device cuda
 finetune run --fresh
