@@ -183,12 +183,15 @@ def _attempt(
 ) -> tuple[int, Moment | None]:
     """Exit code, and the moment at which the kill came, if it came before the end."""
     hits: list[Moment] = []
+    # Where a killed one leaves what it was signing.
+    scratch = directory / "scratch"
+    scratch.mkdir(exist_ok=True)
     with (directory / "log").open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "finetune_trainer", *publish_arguments(context, directory, credentials)],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=without_proxies(os.environ),
+            env={**without_proxies(os.environ), "TMPDIR": str(scratch)},
         )
     try:
 

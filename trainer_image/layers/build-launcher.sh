@@ -15,10 +15,12 @@ command -v gcc >/dev/null || {
 }
 paths="import sysconfig; print(sysconfig.get_paths(scheme='posix_prefix')['include'])"
 suffix="import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
 # Stands in for the driver's library, which comes with the node.
-echo "int finetune_no_driver;" >/tmp/driver.c
-gcc -shared -fPIC -Wl,-soname,libcuda.so.1 -o /tmp/libcuda.so.1 /tmp/driver.c
+echo "int finetune_no_driver;" >"$scratch/driver.c"
+gcc -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$scratch/libcuda.so.1" "$scratch/driver.c"
 # As triton/runtime/build.py calls it; linked although nothing of the stand-in is used.
 gcc "$triton/driver.c" -O3 -shared -fPIC -Wno-psabi -o "$target/cuda_utils$(python3.11 -c "$suffix")" \
-    -Wl,--no-as-needed -L/tmp -l:libcuda.so.1 "-I$triton/include" "-I$(python3.11 -c "$paths")"
+    -Wl,--no-as-needed "-L$scratch" -l:libcuda.so.1 "-I$triton/include" "-I$(python3.11 -c "$paths")"
 chmod 0555 "$target"/*
