@@ -37,7 +37,7 @@ def newer_tools(functions: Any) -> list[dict[str, Any]] | None:
     if isinstance(functions, str):
         try:
             functions = json.loads(functions)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     if not isinstance(functions, list) or not all(map(is_call, functions)):
         return None

@@ -197,7 +197,7 @@ def _chat(
     if isinstance(written, str):  # how Parquet and many data sets hold them, since tools share no columns
         try:
             tools = json.loads(written) if written.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return place.problem(TOOLS, written, f"is a text but not JSON ({error})", "write a list of tool descriptions")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         return place.problem(TOOLS, as_json(tools), "is not a list of objects", "write a list of tool descriptions, or remove it")

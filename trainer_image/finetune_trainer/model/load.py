@@ -201,6 +201,9 @@ def load_base_model(plan: RunPlan, directory: Path, device: torch.device) -> Pre
         model: PreTrainedModel
         model, info = AutoModelForCausalLM.from_pretrained(
             directory,
+            # Whether two heads are the same is decided there once for all who load: transformers compares values that it has
+            # converted, and so would tie those that differ in their element type alone.
+            config=config,
             dtype=dtypes.load,
             attn_implementation=attention_of(plan, config),
             trust_remote_code=plan.model.allow_remote_code,
@@ -222,8 +225,6 @@ def load_base_model(plan: RunPlan, directory: Path, device: torch.device) -> Pre
     if not plan.method.trains_adapter:
         freeze_as_built(model, build_on_meta(plan, directory))
     model.config.use_cache = False
-    if ties_head(model.config) and not ties_head(config):
-        _untie(model.config)
     model.train()
     return model
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
-from finetune_trainer.model.load import load_config
+from finetune_trainer.model.load import stated_config
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_json
 
@@ -39,7 +39,7 @@ def check_task(seen: ModelInspection) -> list[Finding]:
         )
         return [_about(ADAPTER_CONFIG_FILE, "model-holds-adapter", reason, "merge the adapter, or remove its files")]
     try:
-        config = load_config(plan, directory)
+        config = stated_config(plan, directory)
         written = read_json(directory / CONFIG_FILE)
     except Exception:  # noqa: BLE001 - whatever a configuration of the user's makes a library raise
         return []

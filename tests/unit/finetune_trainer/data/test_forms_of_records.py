@@ -426,6 +426,17 @@ def test_a_call_in_the_older_form_that_calls_nothing_is_refused(tmp_path, call):
     assert "tool_calls" in finding.fix
 
 
+def test_a_text_of_tools_that_is_nested_too_deeply_spoils_no_more_than_its_record(tmp_path):
+    deep = "[" * 100_000
+    root = claim(tmp_path, "a.jsonl", [{"messages": TURNS, "functions": deep}])
+    spec = spec_of("a.jsonl", {**CHATS, "chatTemplate": "ChatML"})
+    assert found_in(root, spec) == []
+    other = tmp_path / "other"
+    other.mkdir()
+    (finding,) = found_in(claim(other, "a.jsonl", [{"messages": TURNS, "tools": deep}]), spec)
+    assert "key 'tools' is a text but not JSON" in finding.message
+
+
 def test_a_role_of_the_name_function_stays_if_no_turn_calls_in_the_older_form(tmp_path):
     turns = [TURNS[0], {"role": "function", "content": "1"}, TURNS[1]]
     root = claim(tmp_path, "a.jsonl", [{"messages": turns}])

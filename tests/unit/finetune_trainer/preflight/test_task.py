@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from finetune_trainer.inspection.module_use import observe_use
@@ -48,6 +50,17 @@ def test_a_model_of_another_task_is_refused_by_its_class(tmp_path: Path, kind: s
     assert finding.value == architecture
     assert said in finding.message
     assert "ForCausalLM" in finding.fix
+
+
+def test_it_is_refused_by_its_class_also_if_it_cannot_be_built(tmp_path: Path) -> None:
+    """Files with two tensors that may be heads let the library be asked about ties, for which it builds the model."""
+    kind = "BartForConditionalGeneration"
+    sizes = {"hidden_size": 10, "num_attention_heads": 4, "tie_word_embeddings": True}
+    directory = configured(tmp_path / "model", "bart", architectures=[kind], vocab_size=8, **sizes)
+    heads = {name: torch.zeros(8, 10) for name in ("model.shared.weight", "lm_head.weight")}
+    save_file(heads, directory / "model.safetensors", {"format": "pt"})
+    (finding,) = check_task(ModelInspection(PLAN, directory))
+    assert (finding.rule, finding.value) == ("model-of-another-task", kind)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from finetune_job.failures import Outcome
@@ -63,6 +64,20 @@ def test_it_is_loaded_as_transformers_does(tmp_path: Path) -> None:
     weights.lm_head.weight.data.copy_(weights.model.embed_tokens.weight.data)
     weights.save_pretrained(directory)
     assert build_on_meta(plan, directory).config.tie_word_embeddings is True
+
+
+def test_everybody_takes_copies_in_two_element_types_for_two_heads(tmp_path: Path) -> None:
+    """As merge and verification do, which compare what is stored; transformers compares what it has converted."""
+    directory, plan = two_heads(tmp_path / "base"), plan_of(tiny_spec())
+    weights = directory / "model.safetensors"
+    stored = load_file(weights)
+    embedding = stored[EMBEDDING].bfloat16()
+    save_file(stored | {EMBEDDING: embedding.float(), HEAD: embedding}, weights, {"format": "pt"})
+    unloaded = unloaded_base_model(plan, directory, CPU)
+    assert unloaded is not None
+    for model in (unloaded.module, load_base_model(plan, directory, CPU), build_on_meta(plan, directory)):
+        assert model.lm_head.weight is not model.model.embed_tokens.weight
+        assert model.config.tie_word_embeddings is False
 
 
 def test_a_full_fine_tuning_keeps_the_head(tmp_path: Path) -> None:
