@@ -17,7 +17,7 @@ from typing import Any
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.finding import Finding
 from finetune_job.module_names import is_embedding, is_router
-from finetune_job.plan.element_types import resolve_elements
+from finetune_job.plan.element_types import VALUE_BYTES, resolve_elements
 from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.adapters import quantised, trained_parameters
 from finetune_memory.added_rows import with_added_rows, with_trained_rows
@@ -49,11 +49,14 @@ class ModelMetadata:
 
     @property
     def stored(self) -> str:
-        """Element type of most of the weights: of the files, else as config.json says, else float32 as transformers takes it."""
+        """Element type of most of the bytes of the files, as the trainer takes it; else as config.json says; else float32 as
+        transformers takes it.
+        """
         sizes: Counter[str] = Counter()
         for dtype, shape in self.tensors.values():
             if dtype in HEADER_DTYPES:
-                sizes[HEADER_DTYPES[dtype]] += math.prod(shape)
+                held = HEADER_DTYPES[dtype]
+                sizes[held] += math.prod(shape) * VALUE_BYTES[held]
         if sizes:
             return sizes.most_common(1)[0][0]
         named = self.config.get("dtype") or self.config.get("torch_dtype") or text_config(self.config).get("dtype")

@@ -7,10 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from finetune_cli.jobs.plain import plain
 from finetune_memory.devices import ASSUMED, Calibration, Device, calibrated, device_of
 
 OPTION = "--calibration"
 _PARTS = ("flops", "attention", "memory")
+_SHORTEST_LAUNCH, _LONGEST_LAUNCH = 1e-9, 1.0
+"""Seconds. Of others no time could be calculated."""
 _NUMBER_OF = re.compile(r"^[0-9]+ x ")
 """Before the name of the device."""
 
@@ -26,7 +29,7 @@ class _Row(BaseModel):
 
     part: Literal["flops", "attention", "memory", "launch_seconds"]
     reached: Annotated[float, Field(gt=0)]
-    share: Annotated[float, Field(gt=0, le=1.2)] | None = None
+    share: Annotated[float, Field(ge=0.001, le=1.2)] | None = None
 
 
 class _Measured(BaseModel):
@@ -61,8 +64,11 @@ def read_calibration(text: str) -> MeasuredDevice:
         place = ".".join(map(str, first["loc"]))
         raise CalibrationError(_text(f"{place}: {first['msg']}" if place else str(first["msg"]))) from error
     if measured.problem:
-        raise CalibrationError(f"{OPTION}: the measurement failed: {measured.problem[:200]}")
-    name = _NUMBER_OF.sub("", measured.device)
+        raise CalibrationError(f"{OPTION}: the measurement failed: {plain(measured.problem, 200)}")
+    for number, row in enumerate(measured.rows):
+        if row.part == "launch_seconds" and not _SHORTEST_LAUNCH <= row.reached <= _LONGEST_LAUNCH:
+            raise CalibrationError(_text(f"rows.{number}.reached: a kernel takes no {row.reached:g} seconds to start"))
+    name = plain(_NUMBER_OF.sub("", measured.device))
     device = device_of(name)
     if device is None:
         raise CalibrationError(f"{OPTION}: no peaks of {name!r} are known, of which these would be parts")

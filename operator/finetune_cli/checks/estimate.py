@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune_cli.checks.calibration import OPTION, MeasuredDevice
@@ -101,6 +101,8 @@ def _estimate_job(verdict: DocumentVerdict, options: EstimateOptions, claims: Pa
     plan, job = verdict.plan, verdict.job
     if plan is None or job is None:
         raise EstimateError(f"{verdict.name}: has no plan")
+    if plan.placement is None and options.gpu is None and options.measured is not None:
+        options = replace(options, gpu=options.measured.name)
     if plan.placement is None and (options.gpu, options.gpu_memory) != (None, None):
         # Without a profile it is the command that says on what the job trains.
         plan = resolve(plan.job, job.spec, None, has_gpu=True)

@@ -244,6 +244,11 @@ class RunPlan(LaunchPlan):
         """Whether preflight chooses the attention implementation."""
         return self.leaves_open(ATTENTION_FIELD)
 
+    @property
+    def leaves_anything_open(self) -> bool:
+        """Whether preflight chooses anything, which every rank has to know."""
+        return any(choice.value is None for choice in self.choices)
+
     def wrong_choice(self, chosen: Iterable[Choice]) -> Choice | None:
         """The first of what is left open here that has a value which no preflight chooses for this plan."""
         return next((each for each in chosen if self.leaves_open(each.field) and not self._can_be(each)), None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from finetune_job.failures import FailureClass, Outcome
@@ -50,6 +51,23 @@ def test_the_real_structure_is_the_one_from_the_configuration(name: str, directo
     assert structure.stored_dtype == "bfloat16"
     assert structure.shape.parameters == expected.parameters
     assert (structure.shape.units, structure.shape.facts) == (expected.units, expected.facts)
+
+
+def test_the_type_of_a_mixed_model_is_that_of_most_bytes(tmp_path: Path) -> None:
+    """As the trainer takes it, or an estimate would choose another precision than preflight."""
+    model = write_tiny_llama(tmp_path / "model", torch.bfloat16)
+    file = model / "model.safetensors"
+    wide = ("embed_tokens.weight", "lm_head.weight")
+    tensors = {name: tensor.float() if name.endswith(wide) else tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    numbers = {
+        dtype: sum(each.numel() for each in tensors.values() if each.dtype is dtype) for dtype in (torch.float32, torch.bfloat16)
+    }
+    assert numbers[torch.float32] < numbers[torch.bfloat16] < 2 * numbers[torch.float32]
+    assert read_model(model).stored == "float32"
+    structure, findings = check_model(plan_of(tiny_spec()), model)
+    assert structure is not None, findings
+    assert structure.stored_dtype == "float32"
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "qwen3_moe"])

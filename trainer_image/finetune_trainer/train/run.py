@@ -90,8 +90,7 @@ class _Loop:
     def __init__(self, context: RunContext, gang: Gang, stop: StopRequest, heartbeat: Heartbeat) -> None:
         self.context, self.gang, self.stop, self.heartbeat = context, gang, stop, heartbeat
         self.plan = context.plan
-        is_open = self.plan.leaves_batches_open or self.plan.leaves_attention_open
-        if self.plan.parallelism.leaves_resharding_open or is_open:
+        if self.plan.parallelism.leaves_resharding_open or self.plan.leaves_anything_open:
             # What the first rank reads, because ranks that gather or compute otherwise would wait for each other.
             chosen = with_choices_of_preflight(self.plan, context.workspace.model_report) if gang.is_first else self.plan
             self.plan = RunPlan.model_validate_json(gang.from_first(chosen.model_dump_json(), str))

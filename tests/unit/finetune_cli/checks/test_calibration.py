@@ -45,6 +45,9 @@ def test_time_is_that_of_a_device_that_was_measured(tmp_path: Path, config: Path
     assert found["time"]["device"] == "NVIDIA H100 80GB HBM3"
     parts = found["time"]["assumed"]
     assert parts == pytest.approx({"flops": 0.49, "attention": 0.1, "memory": 0.275, "link": 0.7, "launch_seconds": 25e-6})
+    # Without a profile the job is one for the device that was measured, with its memory and what is chosen there.
+    named = json.loads(RUNNER.invoke(app, [*options, "--gpu", "NVIDIA H100 80GB HBM3", "-o", "json"]).output)["jobs"]
+    assert found == named[0]
     other = RUNNER.invoke(app, [*options, "--gpu", "H200"])
     assert other.exit_code == 2
     assert "--calibration: was measured on NVIDIA H100 80GB HBM3, and the job trains on H200" in other.stderr
@@ -64,13 +67,17 @@ def test_what_was_recorded_on_the_h200_is_what_time_is_calculated_by() -> None:
         ({"rows": SLOW["rows"][:3]}, "nothing of launch_seconds was measured; give the file that"),
         ({"rows": SLOW["rows"][1:]}, "nothing of flops was measured"),
         ({"rows": [{**SLOW["rows"][0], "share": None}, *SLOW["rows"][1:]]}, "nothing of flops was measured"),
-        ({"rows": [{**SLOW["rows"][0], "share": 0}]}, "rows.0.share: Input should be greater than 0"),
+        ({"rows": [{**SLOW["rows"][0], "share": 0}]}, "rows.0.share: Input should be greater than or equal to 0.001"),
+        ({"rows": [{**SLOW["rows"][0], "share": 5e-324}]}, "rows.0.share: Input should be greater than or equal to 0.001"),
+        ({"rows": [{**SLOW["rows"][3], "reached": 1e308}]}, "rows.0.reached: a kernel takes no 1e+308 seconds to start"),
+        ({"rows": [{**SLOW["rows"][3], "reached": 1e-300}]}, "rows.0.reached: a kernel takes no 1e-300 seconds to start"),
         ({"rows": [{**SLOW["rows"][0], "share": 70}]}, "rows.0.share: Input should be less than or equal to 1.2"),
         ({"rows": [{**SLOW["rows"][3], "reached": math.nan}]}, "rows.0.reached: Input should be a finite number"),
         ({"rows": [{**SLOW["rows"][3], "part": "link"}]}, "rows.0.part: Input should be"),
         ({"rows": "many"}, "rows: Input should be a valid array"),
         ({"device": "1 x Tesla V100"}, "no peaks of 'Tesla V100' are known"),
         ({"problem": "CUDA error"}, "the measurement failed: CUDA error"),
+        ({"problem": "\x1b[2JCUDA\nerror"}, r"the measurement failed: \x1b[2JCUDA error"),
     ],
 )
 def test_a_file_that_is_no_calibration_is_told(tmp_path: Path, config: Path, changes: dict[str, Any], said: str) -> None:
@@ -79,6 +86,10 @@ def test_a_file_that_is_no_calibration_is_told(tmp_path: Path, config: Path, cha
     result = RUNNER.invoke(app, [*options, "--calibration", str(tmp_path / "calibration.json")])
     assert result.exit_code == 2
     assert f"--calibration: {said}" in result.stderr
+
+
+def test_a_name_is_no_command_for_a_terminal() -> None:
+    assert read_calibration(json.dumps({**SLOW, "device": "\x1b[2J\nNVIDIA H100"})).name == r"\x1b[2J NVIDIA H100"
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "null", "[" * 5000, '{"device": "NVIDIA H100"}'])

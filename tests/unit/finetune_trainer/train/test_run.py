@@ -17,7 +17,7 @@ import torch
 
 from finetune_job.failures import EXIT_CODES, FailureClass, TerminationReport
 from finetune_job.layout import checkpoint_step
-from finetune_job.plan.run_plan import RECOMPUTATION_FIELD, Choice, RunPlan
+from finetune_job.plan.run_plan import PRECISION_FIELD, RECOMPUTATION_FIELD, Choice, RunPlan
 from finetune_job.progress import Progress
 from finetune_trainer.checkpoint.load import full_parameters
 from finetune_trainer.checkpoint.manifest import RunState, read_manifest
@@ -27,7 +27,7 @@ from finetune_trainer.json_lines import read_lines
 from finetune_trainer.observe.goodput import AttemptStarted, Cause, TimeSpent, goodput_totals, parse_records
 from finetune_trainer.ranks.reports import rank_report_name
 from tests.support.forked_ranks import Disturbance, Fault, run_gang, trained_files, wrap
-from tests.support.tiny_model import run_context, tiny_spec, write_model_report
+from tests.support.tiny_model import GPU_PROFILE, run_context, tiny_spec, write_model_report
 
 TOTAL, STOP, BEST = 12, 8, 4
 LOSSES = {0: 1.0, 2: 5.0, 4: 4.0, 6: 4.5, 8: 3.75 + 0.5, 10: 0.5, 12: 0.25}
@@ -201,6 +201,26 @@ def test_a_resumed_run_decides_as_the_undisturbed_one(undisturbed: RunContext, t
     assert ended.num_saves == (1 if fault.signal == SIGTERM else STOP - begun.step)
     assert found.total_seconds == pytest.approx(records[-1].time - records[0].time)
     assert found.badput_seconds[Cause.BETWEEN_ATTEMPTS] > 0
+
+
+def test_a_rank_computes_in_the_precision_that_preflight_chose_if_nothing_else_is_left_open(tmp_path: Path) -> None:
+    results = []
+    for written, batches in (
+        ({"precision": "bf16"}, []),
+        ({}, [Choice(field=PRECISION_FIELD, value="bf16", reason="")]),
+        ({}, [Choice(field=PRECISION_FIELD, value="bfloat16", reason="")]),
+    ):
+        spec = tiny_spec(
+            model={"source": "pvc://models/tiny", "attention": "sdpa"},
+            method={"type": "DoRA", "lora": {"r": 4}},
+            training={"maxSteps": 2, "activationCheckpointing": "None", **written},
+            parallelism={"processesPerNode": 1},
+        )
+        context = run_context(tmp_path / str(len(results)), spec, dtype=torch.bfloat16, profile=GPU_PROFILE)
+        write_model_report(context, reshard_after_forward=True, batches=batches)
+        assert run_gang(context) == [0]
+        results.append(trained_files(context)["adapter_model.safetensors"])
+    assert results[0] == results[1] != results[2]
 
 
 def test_a_held_out_loss_that_is_no_number_ends_the_run_with_its_step(tmp_path: Path) -> None:
