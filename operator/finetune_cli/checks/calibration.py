@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from finetune_cli.jobs.plain import plain
 from finetune_memory.devices import ASSUMED, Calibration, Device, calibrated, device_of
 
 OPTION = "--calibration"
@@ -64,12 +63,13 @@ def read_calibration(text: str) -> MeasuredDevice:
         place = ".".join(map(str, first["loc"]))
         raise CalibrationError(_text(f"{place}: {first['msg']}" if place else str(first["msg"]))) from error
     if measured.problem:
-        raise CalibrationError(f"{OPTION}: the measurement failed: {plain(measured.problem, 200)}")
+        raise CalibrationError(f"{OPTION}: the measurement failed: {measured.problem[:200]!r}")
     for number, row in enumerate(measured.rows):
         if row.part == "launch_seconds" and not _SHORTEST_LAUNCH <= row.reached <= _LONGEST_LAUNCH:
             raise CalibrationError(_text(f"rows.{number}.reached: a kernel takes no {row.reached:g} seconds to start"))
-    name = plain(_NUMBER_OF.sub("", measured.device))
-    device = device_of(name)
+    name = _NUMBER_OF.sub("", measured.device)
+    # It is shown as it is.
+    device = device_of(name) if name.isprintable() else None
     if device is None:
         raise CalibrationError(f"{OPTION}: no peaks of {name!r} are known, of which these would be parts")
     shares = {row.part: row.share for row in measured.rows if row.share is not None}

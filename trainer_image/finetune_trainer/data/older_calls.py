@@ -12,9 +12,16 @@ CALL, FUNCTIONS = "function_call", "functions"
 _ROLE, _NEWER_ROLE = "function", "tool"
 
 
+def call_of(turn: Any) -> Any:
+    """What a turn calls in this form, whatever that is; None: nothing, for which programs write an empty text or nulls, too."""
+    call = turn.get(CALL) if isinstance(turn, dict) else None
+    parts = call.values() if isinstance(call, dict) else [call]
+    return None if all(part in (None, "", []) for part in parts) else call
+
+
 def has_older_calls(turns: Sequence[Any]) -> bool:
     """Whether a turn of a chat calls a tool in this form."""
-    return any(isinstance(turn, dict) and turn.get(CALL) is not None for turn in turns)
+    return any(call_of(turn) is not None for turn in turns)
 
 
 def is_call(value: Any) -> bool:
@@ -25,8 +32,9 @@ def is_call(value: Any) -> bool:
 def newer_turn(turn: Mapping[str, Any], role_key: str, named_roles: Collection[str]) -> dict[str, Any]:
     """A turn of such a chat in the newer form. named_roles: those that the manifest gives a meaning of its own."""
     newer = {name: value for name, value in turn.items() if name != CALL}
-    if turn.get(CALL) is not None and not turn.get("tool_calls"):
-        newer["tool_calls"] = [_wrapped(turn[CALL])]
+    call = call_of(turn)
+    if call is not None and not turn.get("tool_calls"):
+        newer["tool_calls"] = [_wrapped(call)]
     if turn.get(role_key) == _ROLE and _ROLE not in named_roles:
         newer[role_key] = _NEWER_ROLE
     return newer

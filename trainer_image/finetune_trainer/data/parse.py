@@ -14,7 +14,7 @@ from typing import Any
 
 from finetune_job.api.inputs import DataFormat
 from finetune_job.plan.mapping import UNMAPPED, MappingPlan
-from finetune_trainer.data.older_calls import CALL, FUNCTIONS, has_older_calls, is_call, newer_tools, newer_turn
+from finetune_trainer.data.older_calls import CALL, FUNCTIONS, call_of, has_older_calls, is_call, newer_tools, newer_turn
 from finetune_trainer.data.records import (
     ASSISTANT,
     LABEL,
@@ -242,7 +242,8 @@ def _turns_at(
 
 
 def _calls_nothing(turn: Any) -> bool:
-    return isinstance(turn, dict) and turn.get(CALL) is not None and not is_call(turn[CALL])
+    call = call_of(turn)
+    return call is not None and not is_call(call)
 
 
 def _system_turn(

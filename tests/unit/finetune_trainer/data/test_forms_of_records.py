@@ -437,6 +437,14 @@ def test_a_text_of_tools_that_is_nested_too_deeply_spoils_no_more_than_its_recor
     assert "key 'tools' is a text but not JSON" in finding.message
 
 
+@pytest.mark.parametrize("nothing", ["", {}, [], {"name": None, "arguments": None}], ids=str)
+def test_what_programs_write_for_no_call_is_none(tmp_path, nothing):
+    """Tables whose turns have one form for all hold an object of nulls, or an empty text."""
+    turns = [TURNS[0], {**TURNS[1], "function_call": nothing}]
+    root = claim(tmp_path, "a.jsonl", [{"messages": turns}])
+    assert learnt(root, spec_of("a.jsonl", {**CHATS, "chatTemplate": "ChatML"})) == [CHAT]
+
+
 def test_a_role_of_the_name_function_stays_if_no_turn_calls_in_the_older_form(tmp_path):
     turns = [TURNS[0], {"role": "function", "content": "1"}, TURNS[1]]
     root = claim(tmp_path, "a.jsonl", [{"messages": turns}])
