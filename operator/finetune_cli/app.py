@@ -183,10 +183,7 @@ def estimate(
             claims=claims,
             options=estimate_command.EstimateOptions(model, gpu_memory, gpu, tokens, measured),
         )
-    except CalibrationError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(ExitCode.UNUSABLE) from error
-    except estimate_command.EstimateError as error:
+    except (CalibrationError, estimate_command.EstimateError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from error
     print_answer(output, lambda: estimate_text(found), lambda: estimate_document(found))

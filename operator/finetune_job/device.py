@@ -15,10 +15,12 @@ LARGE_PARAMETERS = 1_000_000_000
 _SIZE_IN_NAME = re.compile(r"(?<![A-Za-z0-9.])(?:(\d{1,3})x)?(\d{1,4}(?:\.\d{1,3})?)[bB](?![A-Za-z0-9])")
 
 
-def device_text(plan: RunPlan) -> str:
-    """Ranks and their devices, in words."""
+def device_text(plan: RunPlan, device: str | None = None) -> str:
+    """Ranks and their devices, in words. device: on what they train if no profile says so; None: nobody has said."""
     ranks, placement = plan.parallelism.world_size, plan.placement
     count = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    if placement is None and device is not None:
+        return f"{count}, each on one {device}"
     if placement is None:
         return f"{count}; on GPUs if the profile names one, which is not known here (--profile), or if this machine has them"
     if placement.gpu_resource_name is None:

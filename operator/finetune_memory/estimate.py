@@ -108,7 +108,7 @@ class _Estimator:
             attention,
             dropout,
             is_packed=plan.method.quantization is not None,
-            fuses_adapters=lora is not None and lora.fused_forward,
+            fuses_adapters=plan.method.is_fused,
             is_compiled=plan.training.compile,
         )
 

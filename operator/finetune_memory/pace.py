@@ -142,8 +142,7 @@ class _Pacer:
         self.again = training.activation_checkpointing is not ActivationCheckpointing.NONE
         self.products_again = training.activation_checkpointing is ActivationCheckpointing.FULL
         self.passes = training.gradient_accumulation_steps
-        lora = plan.method.lora
-        self.is_fused = lora is not None and lora.fused_forward
+        self.is_fused = plan.method.is_fused
         attention = plan.model.attention
         fused = shape.facts.has_fused_attention
         self.attention = Attention.EAGER if attention is Attention.SDPA and not fused else attention

@@ -17,14 +17,15 @@ def choose_precision(plan: RunPlan, stored: str) -> tuple[Choice, ...]:
     """One choice, if the plan leaves it open. `stored`: element type of the base model's files."""
     if not plan.leaves_open(PRECISION_FIELD):
         return ()
-    computed = resolve_elements(plan, stored).computed
+    elements, method = resolve_elements(plan, stored), plan.method
+    computed = elements.computed
     value, reason = computed, "the base model is stored in it" if plan.model.dtype is None else "of spec.model.dtype"
     if computed == Dtype.FLOAT32:
-        value, reason = Precision.FP32.value, f"{reason}; {Precision.BF16.value} is several times as fast"
+        value, reason = Precision.FP32.value, f"{reason}; {Precision.BF16.value} is faster"
     elif computed == Dtype.BFLOAT16 and _may_be_cast(plan):
         value = Precision.BF16.value
-    else:
-        reason += "; of what is trained next to it in float32, in which that is held"
+    elif elements.param is None and method.autocast_adapter_dtype and not method.is_fused:
+        reason += "; of adapters in float32, in which they are held"
     return (Choice(field=PRECISION_FIELD, value=value, reason=reason),)
 
 

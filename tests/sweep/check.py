@@ -204,7 +204,7 @@ def _adapter(case: Case, context: RunContext, model: plain.Plain, fresh: Any, fi
     other = copy.deepcopy(fresh) if case.added else None
     loaded = plain.loaded_adapter(fresh, directory)
     if other is not None:
-        # Whoever loads it adds the rows to the published base, and what they hold then is nobody's business.
+        # Those who load it add the rows to the published base, and what they hold then is nobody's business.
         added.set_rows(other, case.added, seed=1)
         found = plain.logits(plain.loaded_adapter(other, directory))
         problems += oracle.compare_logits(found, plain.logits(loaded), 0.0, "logits with other rows of added tokens in the base")

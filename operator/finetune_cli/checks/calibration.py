@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from finetune_cli.exit_codes import ExitCode
 from finetune_memory.devices import ASSUMED, Calibration, Device, calibrated, device_of
 
 OPTION = "--calibration"
@@ -19,6 +21,8 @@ _NUMBER_OF = re.compile(r"^[0-9]+ x ")
 
 class CalibrationError(Exception):
     """The file is none that the tier writes; the text says why."""
+
+    exit_code = ExitCode.UNUSABLE
 
 
 class _Row(BaseModel):
@@ -41,17 +45,21 @@ class _Measured(BaseModel):
     rows: Annotated[list[_Row], Field(max_length=100)]
 
 
+@dataclass(frozen=True)
 class MeasuredDevice:
     """A device, and which parts of its peaks training reaches there."""
 
-    def __init__(self, name: str, device: Device, calibration: Calibration) -> None:
-        self.name, self.calibration = name, calibration
-        self._device = device
+    device: Device
+    calibration: Calibration
+
+    @property
+    def name(self) -> str:
+        return self.device.name
 
     def is_like(self, name: str) -> bool:
         """Whether a device of this name has the same published peaks."""
         other = device_of(name)
-        return other is not None and (other.flops, other.memory) == (self._device.flops, self._device.memory)
+        return other is not None and (other.flops, other.memory) == (self.device.flops, self.device.memory)
 
 
 def read_calibration(text: str) -> MeasuredDevice:
@@ -84,7 +92,7 @@ def read_calibration(text: str) -> MeasuredDevice:
         link=ASSUMED.link,
         launch_seconds=launches[0],
     )
-    return MeasuredDevice(name, device, calibrated(kernels))
+    return MeasuredDevice(device, calibrated(kernels))
 
 
 def _text(problem: str) -> str:

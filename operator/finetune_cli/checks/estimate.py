@@ -10,7 +10,7 @@ from finetune_cli.checks.validate import DocumentOutcome, DocumentVerdict, valid
 from finetune_cli.exit_codes import ExitCode
 from finetune_job.api.base import ClaimPath, parse_source
 from finetune_job.api.pod_settings import quantity_bytes
-from finetune_job.device import product_of
+from finetune_job.device import device_text, product_of
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import PRECISION_FIELD, RunPlan
@@ -45,6 +45,8 @@ class JobEstimate:
     name: str
     plan: RunPlan
     verdict: MemoryVerdict
+    place: str
+    """Ranks and their devices, in words."""
     precision: str
     """Element type of matrix products, and why it is that one."""
     pace: StepTime | None
@@ -122,6 +124,7 @@ def _estimate_job(verdict: DocumentVerdict, options: EstimateOptions, claims: Pa
             verdict.name,
             plan,
             found,
+            device_text(plan, options.gpu or (None if options.gpu_memory is None else "GPU")),
             _precision(found.plan, files.stored),
             pace,
             problem,

@@ -8,7 +8,6 @@ from typing import Any
 
 from finetune_cli.checks.estimate import JobEstimate
 from finetune_cli.render.verdicts import choices_text
-from finetune_job.device import device_text
 from finetune_job.rules.rule import changes_text
 from finetune_memory.devices import ASSUMED
 from finetune_memory.estimate import Term
@@ -28,7 +27,7 @@ def _job(found: JobEstimate) -> str:
     place = "device" if estimate.host_terms or (limit is not None and limit.is_device) else "host"
     lines = [
         f"{found.name}: {ranks} rank{'s' if ranks > 1 else ''}; {place} memory of one rank, fullest at {estimate.moment}",
-        f"  {device_text(plan)}",
+        f"  {found.place}",
         f"  matrix products in {found.precision}",
         "",
     ]

@@ -93,7 +93,8 @@ class TrainingSpec(ApiModel):
     max_grad_norm: DecimalString | None = None
     """Largest global gradient norm; "0" turns clipping off. Unset: "1.0"."""
     precision: Precision | None = None
-    """Element type of the computation. Unset: that in which the base model is stored; on a GPU bf16 for adapters, too."""
+    """Element type of the computation. Unset: that in which the base model is stored; of adapters float32, but on a GPU with a
+    base in bfloat16 that as well."""
     activation_checkpointing: ActivationCheckpointing | None = None
     """Recomputation of activations. Unset: None, or as much as preflight finds that a rank's memory needs."""
     compile: bool = False

@@ -78,6 +78,11 @@ class MethodPlan(TrainedParts):
         return held is not None and held.autocast_adapter_dtype
 
     @property
+    def is_fused(self) -> bool:
+        """Whether adapters compute in the element type of the base without being cast to it."""
+        return self.lora is not None and self.lora.fused_forward
+
+    @property
     def saved_modules(self) -> tuple[str, ...]:
         """Names of modules of the base that are trained whole, and published with the adapter."""
         if self.lora is not None:
@@ -88,12 +93,12 @@ class MethodPlan(TrainedParts):
     def trains_parts_of_the_base(self) -> bool:
         """Whether whole modules or biases are trained, which compute among the base's other parts as those do."""
         if self.lora is not None:
-            return bool(self.lora.modules_to_save) or self.lora.bias is not LoraBias.NONE
+            return bool(self.saved_modules) or self.lora.bias is not LoraBias.NONE
         if self.adapter is None:
             return False
         settings = self.adapter.settings
         return (
             METHODS[self.type].needs.trains_base_modules
-            or bool(settings.get("modulesToSave"))
+            or bool(self.saved_modules)
             or settings.get("bias", LoraBias.NONE.value) != LoraBias.NONE.value
         )

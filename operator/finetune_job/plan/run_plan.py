@@ -244,11 +244,6 @@ class RunPlan(LaunchPlan):
         """Whether preflight chooses the attention implementation."""
         return self.leaves_open(ATTENTION_FIELD)
 
-    @property
-    def leaves_anything_open(self) -> bool:
-        """Whether preflight chooses anything, which every rank has to know."""
-        return any(choice.value is None for choice in self.choices)
-
     def wrong_choice(self, chosen: Iterable[Choice]) -> Choice | None:
         """The first of what is left open here that has a value which no preflight chooses for this plan."""
         return next((each for each in chosen if self.leaves_open(each.field) and not self._can_be(each)), None)
@@ -280,8 +275,7 @@ class RunPlan(LaunchPlan):
             plan = plan.with_training(activation_checkpointing=ActivationCheckpointing(by_field[RECOMPUTATION_FIELD].value))
         if ATTENTION_FIELD in by_field:
             plan = plan.with_attention(Attention(by_field[ATTENTION_FIELD].value))
-        is_fused = self.method.lora is not None and self.method.lora.fused_forward
-        if PRECISION_FIELD in by_field and by_field[PRECISION_FIELD].value == Precision.BF16 and not is_fused:
+        if PRECISION_FIELD in by_field and by_field[PRECISION_FIELD].value == Precision.BF16 and not self.method.is_fused:
             # What is fused computes in the base's type by itself, without the copies that autocast keeps.
             plan = plan.with_training(precision=Precision.BF16).with_fsdp(param_dtype=Dtype.BFLOAT16)
         return plan

@@ -44,8 +44,8 @@ class WaitingLines:
         self._limits: dict[str, int] = {}
         """Profile -> `maxActiveJobs`, where it sets one."""
         self.turn_has_come: Callable[[JobKey], None] = lambda _: None
-        """Called with the job that may start because another one has left its place, whoever has told of that: nothing else
-        would wake it, as no watch shows again what an answer to a write of our own has shown.
+        """Called with the job that may start because another one has left its place: nothing else would wake it if the
+        answer to a write of our own told of that, because no watch shows it again.
         """
 
     def ahead_of(self, held: CachedObject) -> int:

@@ -88,7 +88,7 @@ def build(
     # Adapters freeze all of the base.
     frozen = frozenset() if trains_adapter else frozen_names(base)
     model: nn.Module = attach(base, plan) if trains_adapter else base
-    if plan.method.lora is not None and plan.method.lora.fused_forward and isinstance(model, PeftModel):
+    if plan.method.is_fused and isinstance(model, PeftModel):
         fuse_adapters(model, unit_names(model, fsdp) if is_sharded and not is_ordered else ())
     if METHODS[plan.method.type].needs.overflows_float16 and torch.float16 in (dtypes.load, dtypes.param):
         compute_delora_in_float32(model)

@@ -1,6 +1,6 @@
 """A base whose config.json ties the output head to the embeddings, and whose files hold other values of the head.
 
-transformers loads these, and so does the trainer (model/load.py). Whoever loads an adapter has config.json alone.
+transformers loads these, and so does the trainer (model/load.py). Those who load an adapter have config.json alone.
 """
 
 from __future__ import annotations

@@ -90,10 +90,9 @@ class _Loop:
     def __init__(self, context: RunContext, gang: Gang, stop: StopRequest, heartbeat: Heartbeat) -> None:
         self.context, self.gang, self.stop, self.heartbeat = context, gang, stop, heartbeat
         self.plan = context.plan
-        if self.plan.parallelism.leaves_resharding_open or self.plan.leaves_anything_open:
-            # What the first rank reads, because ranks that gather or compute otherwise would wait for each other.
-            chosen = with_choices_of_preflight(self.plan, context.workspace.model_report) if gang.is_first else self.plan
-            self.plan = RunPlan.model_validate_json(gang.from_first(chosen.model_dump_json(), str))
+        # What the first rank reads, because ranks that gather or compute otherwise would wait for each other.
+        chosen = with_choices_of_preflight(self.plan, context.workspace.model_report) if gang.is_first else self.plan
+        self.plan = RunPlan.model_validate_json(gang.from_first(chosen.model_dump_json(), str))
         training = self.plan.training
         self.data = PreparedData.open(context.workspace.prepared, policy.least_row_length(self.plan))
         if self.data.train.num_sequences == 0:

@@ -93,6 +93,7 @@ def test_what_the_memory_of_a_rank_decides_is_shown_with_its_reason(tmp_path: Pa
     job = a_job().processes_per_node(2).spec("training.microBatchSize", 1).spec("data.maxSequenceLength", 1024).spec(FULL, "None")
     options = ["estimate", "-f", manifest(tmp_path, job), "--model", str(config), "--gpu-memory", "80Gi"]
     text = RUNNER.invoke(app, options).output
+    assert text.splitlines()[1] == "  2 ranks, each on one GPU"
     assert "Left open by the manifest, and chosen by this:\n    training.precision  " in text
     assert "    parallelism.fsdp.reshardAfterForward  false   with all weights" in text
     (job_found,) = json.loads(RUNNER.invoke(app, [*options, "-o", "json"]).output)["jobs"]
@@ -154,9 +155,12 @@ def test_time_and_cost_of_a_run_follow_from_device_and_price(tmp_path: Path, con
             "float32",
             "float32",
             "fp32",
-            "the base model is stored in it; bf16 is several times as fast",
+            "the base model is stored in it; bf16 is faster",
             False,
         ),
+        # Neither fused LoRA nor a whole model has anything in float32 next to such a base.
+        ({}, "float16", "float16", "float16", "the base model is stored in it", False),
+        ({"method.type": "Full"}, "float16", "float16", "float16", "the base model is stored in it", False),
         ({"method.type": "DoRA", "model.dtype": "bfloat16"}, "float32", "bfloat16", "bf16", "of spec.model.dtype", True),
         # FSDP would cast packed weights of another floating type like numbers.
         (
@@ -164,7 +168,7 @@ def test_time_and_cost_of_a_run_follow_from_device_and_price(tmp_path: Path, con
             "bfloat16",
             "bfloat16",
             "bfloat16",
-            "the base model is stored in it; of what is trained next to it in float32, in which that is held",
+            "the base model is stored in it; of adapters in float32, in which they are held",
             False,
         ),
         (
@@ -172,7 +176,7 @@ def test_time_and_cost_of_a_run_follow_from_device_and_price(tmp_path: Path, con
             "float16",
             "float16",
             "float16",
-            "the base model is stored in it; of what is trained next to it in float32, in which that is held",
+            "the base model is stored in it; of adapters in float32, in which they are held",
             False,
         ),
     ],

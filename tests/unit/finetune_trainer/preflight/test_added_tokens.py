@@ -413,7 +413,7 @@ def test_full_fine_tuning_needs_no_rows() -> None:
     ],
 )
 def test_a_record_of_others_is_no_record(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    """Whoever can write to the workspace can put another one there."""
+    """All who can write to the workspace can put another one there."""
     plan = plan_of(tiny_spec(model={"addedTokens": [TOOL, STEP]}))
     job = RunContext(plan, "", tmp_path, 0)
     job.workspace.root.mkdir(parents=True)
