@@ -25,12 +25,15 @@ import structlog
 import typer.testing
 from hypothesis import settings
 
+from finetune_trainer.processes import child
 from tests import left_out
 from tests.support import collector, documented_by
 
 collector.collect_rarely()
 typer.testing._get_command = functools.cache(typer.testing._get_command)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+_threads = child.threads
 settings.register_profile("fixed", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", derandomize=False, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
@@ -69,8 +72,13 @@ def _note_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """All tests, and the libraries that they import, are loaded."""
+    """All tests, and the libraries that they import, are loaded.
+
+    Tests fork this process, which has threads of pytest-xdist's and of libraries; programs of the trainer are not let do that.
+    """
     collector.leave_what_is_there()
+    runner = os.getpid()
+    child.threads = lambda pid: {} if pid == runner else _threads(pid)
 
 
 def pytest_unconfigure() -> None:

@@ -106,7 +106,7 @@ def prepared(tmp_path):
         named = DatasetPlan(location=claim_path(f"pvc://data/{name}"), source="", field="spec.data.source", weight=1.0)
         settings = {"chat_template": None, "max_sequence_length": 64, "packing": True, "loss_on": LossOn.COMPLETION}
         plan = DataPlan(train=(named,), validation=None, format=DataFormat.PROMPT_COMPLETION, **settings)
-        with prepare(plan, tmp_path, tmp_path, tokenizer, tmp_path / "prepared") as preparation:
+        with prepare(plan, tmp_path, tmp_path, tokenizer, tmp_path / "prepared", num_workers=0) as preparation:
             assert_sensible(preparation.findings)
             assert bool(preparation.splits) is not any(finding.severity == "error" for finding in preparation.findings)
             return preparation.findings

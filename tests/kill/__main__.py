@@ -16,14 +16,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 
 from tests.kill.cases import CASES, ELASTIC_CASES, drawn_order, elastic_order
 from tests.kill.moments import ALL_STAGES
 from tests.kill.run import Outcome, Undisturbed, disturbed, undisturbed
-from tests.support.forked_pods import PodServer
 from tests.support.source_seed import add_seed
 
 REAL_EVERY = 20
@@ -53,13 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"seed {arguments.seed}: {', '.join(order[index].name for index in sorted(used))}", flush=True)
     bases = {index: undisturbed(order[index], directory / f"case-{index}") for index in sorted(used)}
     print(f"{len(bases)} undisturbed runs: {time.monotonic() - start:.0f} s", flush=True)
-    with (
-        (directory / "pods.log").open("wb") as said,
-        PodServer(said, packs=True) if any(number % REAL_EVERY == 0 for number in numbers) else nullcontext() as pods,
-        ThreadPoolExecutor(arguments.parallel) as pool,
-    ):
+    with ThreadPoolExecutor(arguments.parallel) as pool:
         jobs = [(number, signal) for number in numbers for signal in signals]
-        outcomes = list(pool.map(lambda job: _run(arguments, *job, bases, directory, len(order), pods), jobs))
+        outcomes = list(pool.map(lambda job: _run(arguments, *job, bases, directory, len(order)), jobs))
     print(table(outcomes))
     print(f"{len(outcomes)} runs, {sum(not outcome.problem for outcome in outcomes)} identical, ", end="")
     print(f"{sum(outcome.is_real for outcome in outcomes)} of them by torchrun; {(time.monotonic() - start) / 60:.1f} minutes")
@@ -77,7 +71,6 @@ def _run(
     bases: dict[int, Undisturbed],
     directory: Path,
     num_cases: int,
-    pods: PodServer | None,
 ) -> Outcome:
     base = bases[number % num_cases]
     random = Random(f"{arguments.seed}/{number}/{signal}")
@@ -87,7 +80,7 @@ def _run(
         directory / f"run-{number}-{signal}",
         random,
         deadly=signal == "SIGKILL",
-        pods=pods if number % REAL_EVERY == 0 else None,
+        is_real=number % REAL_EVERY == 0,
     )
     verdict = f"{outcome.problem or 'identical'}, {time.monotonic() - start:.0f} s"
     print(f"run {number:>3} {signal} {outcome.case}{' by torchrun' if outcome.is_real else ''}: {verdict}", flush=True)

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -29,7 +31,6 @@ from finetune_trainer.ranks.reports import rank_process_name
 from tests.kill.base import base_bytes, make_base, make_base_with_kills
 from tests.kill.cases import Case
 from tests.kill.moments import BASE, STARTUP, OutputTo, random_moment
-from tests.support.forked_pods import ForkedPod, PodServer
 from tests.support.forked_ranks import run_gang, trained_files
 
 MOST_KILLS = 3
@@ -82,9 +83,9 @@ def undisturbed(case: Case, directory: Path) -> Undisturbed:
     return Undisturbed(case, claims, context, final_bytes(context), time.monotonic() - start)
 
 
-def disturbed(base: Undisturbed, directory: Path, random: Random, *, deadly: bool, pods: PodServer | None) -> Outcome:
-    """Train with disturbances until the run is done. pods: starts the role of a pod; None: ranks alone."""
-    outcome = Outcome(base.case.name, pods is not None, "SIGKILL" if deadly else "SIGTERM")
+def disturbed(base: Undisturbed, directory: Path, random: Random, *, deadly: bool, is_real: bool) -> Outcome:
+    """Train with disturbances until the run is done. is_real: the role of a pod is started; else ranks alone."""
+    outcome = Outcome(base.case.name, is_real, "SIGKILL" if deadly else "SIGTERM")
     context = replace(base.context, claims_root=_copied(base.claims, directory / "claims"))
     landed = directory / "landed"
     landed.mkdir()
@@ -102,8 +103,8 @@ def disturbed(base: Undisturbed, directory: Path, random: Random, *, deadly: boo
     for attempt in range(MOST_ATTEMPTS):
         context = replace(context, attempt=attempt)
         hits = _hits_of_training(outcome)
-        if pods is not None:
-            is_done = _real_attempt(pods, context, base, random, outcome, deadly=deadly, is_disturbed=hits < min(wanted, 2))
+        if is_real:
+            is_done = _real_attempt(context, base, random, outcome, deadly=deadly, is_disturbed=hits < min(wanted, 2))
         else:
             is_done = _forked_attempt(context, base, random, outcome, landed, deadly=deadly, is_disturbed=hits < wanted)
         if is_done and not _hits_of_training(outcome):
@@ -155,7 +156,6 @@ def _is_answered(codes: list[int], *, deadly: bool, is_starting: bool) -> bool:
 
 
 def _real_attempt(
-    pods: PodServer,
     context: RunContext,
     base: Undisturbed,
     random: Random,
@@ -167,7 +167,11 @@ def _real_attempt(
     """`python -m finetune_trainer train`, its ranks killed by their process ids, or the pod's first process told to end."""
     sizes = base.case.sizes
     ranks = random.choice(sizes) if sizes else context.plan.parallelism.world_size
-    process = pods.start("finetune_trainer", [*_arguments(context), *(["--ranks", ranks] if sizes else [])])
+    arguments = map(str, [*_arguments(context), *(["--ranks", ranks] if sizes else [])])
+    with context.workspace.root.joinpath("said").open("ab") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "finetune_trainer", *arguments], stdout=said, stderr=said, start_new_session=True
+        )
     try:
         told = "undisturbed"
         if is_disturbed:
@@ -188,7 +192,7 @@ def _real_attempt(
     return code == 0
 
 
-def _strike(process: ForkedPod, num_ranks: int, random: Random, *, most_seconds: float, deadly: bool) -> str:
+def _strike(process: subprocess.Popen[bytes], num_ranks: int, random: Random, *, most_seconds: float, deadly: bool) -> str:
     """Wait until all ranks run, then for a random time; what was done, empty if the pod had ended."""
     pause = threading.Event()
     deadline = time.monotonic() + DEADLINE_SECONDS

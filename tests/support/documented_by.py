@@ -291,7 +291,6 @@ LINES: Mapping[str, By | PartOf | No] = {
     "python -m finetune_operator.apply_profiles FILE": No(_MODULE),
     "python -m finetune_operator.check_release": No(_MODULE),
     "python -m finetune_operator.decide.failure_table > docs/failures.md": By(_GENERATED),
-    "python -m finetune_trainer serve": No(_MODULE),
     "python -m finetune_trainer {fetch,preflight,train,merge,publish}": No(_MODULE),
     "python -m tests.e2e.failures": No("what `make failures` runs"),
     "python -m tests.pitfalls.catalogue > docs/pitfalls.md": By(_GENERATED),

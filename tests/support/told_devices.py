@@ -1,4 +1,7 @@
-"""The trainer, with ranks that only tell whether they could use a device and what they see, in told-RANK in the claims."""
+"""The trainer, with ranks that only tell whether they could use a device and what they see, in told-RANK in the claims.
+
+`python -m tests.support.told_devices` is the supervisor; the process that ranks are forks of imports this module, too.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import runpy
 from typing import Any
 
 TOLD = "told"
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK")
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_TELLING = "TELLS_OF_DEVICES"
 
 
 def tell(context: Any, **_others: Any) -> int:
@@ -21,8 +25,12 @@ def tell(context: Any, **_others: Any) -> int:
 
 
 if __name__ == "__main__":
+    from finetune_trainer.roles import torchrun
+
+    os.environ[_TELLING] = "1"
+    torchrun.PRELOADED += ",tests.support.told_devices"
+    runpy.run_module("finetune_trainer", run_name="__main__", alter_sys=True)
+elif _TELLING in os.environ:
     from finetune_trainer.train import rank
 
-    # Ranks are forks of this process.
     rank.run_launched_rank = tell
-    runpy.run_module("finetune_trainer", run_name="__main__", alter_sys=True)

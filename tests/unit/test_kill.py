@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -67,7 +67,6 @@ def test_runs_are_of_the_cases_that_the_seed_drew(
 
     monkeypatch.setattr(kill, "undisturbed", lambda case, directory: case.name)
     monkeypatch.setattr(kill, "disturbed", disturbed)
-    monkeypatch.setattr(kill, "PodServer", lambda _, packs: nullcontext() if packs else None)
     arguments = ["--runs", str(RUNS_IN_CI), "--signal", "SIGKILL", "--parallel", "1"]
     assert kill.main([*arguments, "--seed", "5"]) == 0
     first = list(killed)

@@ -96,7 +96,7 @@ COVERED_BY = {
     "finetune_trainer/data/sentinels.py": "finetune_trainer/data/test_chat.py",
     "finetune_trainer/data/shard_writer.py": "finetune_trainer/data/test_shards.py",
     "finetune_trainer/data/sources.py": "finetune_trainer/data/test_prepare.py",
-    "finetune_trainer/data/worker.py": "finetune_trainer/data/test_workers_hostile.py",
+    "finetune_trainer/data/worker.py": "finetune_trainer/data/test_render_limit.py",
     "finetune_trainer/fetch/staging.py": "finetune_trainer/fetch/test_hub.py",
     "finetune_trainer/inspection/module_use.py": "finetune_trainer/preflight/test_bypassed.py",
     "finetune_trainer/inspection/report.py": "finetune_trainer/rehearsal/test_run_verdicts.py",

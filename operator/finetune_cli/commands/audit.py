@@ -17,7 +17,7 @@ from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.audit_process import AuditedParts, AuditedPlan, difference, inspect_run, merged_difference
 from finetune_cli.local.claims import check_given, claims_of, link_claims, with_places
 from finetune_cli.local.known_runs import named_runs
-from finetune_cli.local.launch import Interruption, Trainer, check_trainer
+from finetune_cli.local.launch import Interruption, check_trainer
 from finetune_cli.local.replay import Interval, Replay, check_ranks, claims_of_run, draw, kept_intervals
 from finetune_cli.local.run_directory import RunDirectory, holder_of, read_record
 from finetune_cli.local.summary import read_history
@@ -99,10 +99,10 @@ def audit(order: AuditOrder, count: int, seed: int | None, console: Console) -> 
         _say_what_is_not_covered(run, parts, available)
         seed = secrets.randbelow(1 << 32) if seed is None else seed
         drawn = draw(available, count, seed)
-        with LiveView(console, run.title) as view, Trainer() as trainer:
+        with LiveView(console, run.title) as view:
             for interval in drawn:
                 console.print(f"{run.title}: computing {interval} again", markup=False, soft_wrap=True)
-                with Replay(run.plan, run.claims, scratch / f"interval-{interval.end}", trainer) as replay:
+                with Replay(run.plan, run.claims, scratch / f"interval-{interval.end}") as replay:
                     replay.take_inputs([checkpoint_name(interval.start)] if interval.start else [])
                     replay.run((Role.TRAIN,), view, interruption, ranks=ranks, until_step=interval.end)
                 ours, theirs = (each.checkpoints / checkpoint_name(interval.end) for each in (run.workspace, replay.workspace))
@@ -111,7 +111,7 @@ def audit(order: AuditOrder, count: int, seed: int | None, console: Console) -> 
                     run.findings.append(_interval_differs(interval, said, _device_note(parts, replay.workspace)))
                 shutil.rmtree(replay.place.root)
             if parts.exported_step is not None:
-                with Replay(run.plan, run.claims, scratch / "result", trainer) as replay:
+                with Replay(run.plan, run.claims, scratch / "result") as replay:
                     _compare_result(run, parts, replay, view, interruption, ranks=ranks)
         return AuditEnd(run.title, run.findings, drawn, len(available), seed, parts.exported_step is not None)
 
@@ -129,8 +129,7 @@ def reproduce(order: AuditOrder, console: Console) -> AuditEnd:
             raise LocalError(f"{run.title}: has no trained result to compare with; let it train to its end with `finetune run`")
         with (
             LiveView(console, run.title) as view,
-            Trainer() as trainer,
-            Replay(run.plan, run.claims, scratch / "again", trainer) as replay,
+            Replay(run.plan, run.claims, scratch / "again") as replay,
         ):
             replay.run((Role.PREFLIGHT,), view, interruption, ranks=ranks)
             run.findings += _inputs_differ(run.workspace, replay.workspace)

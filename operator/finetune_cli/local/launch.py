@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import random
-import select
 import signal
 import socket
 import subprocess
@@ -17,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol, Self, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 from finetune_cli.exit_codes import LocalError
 from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass, Outcome, TerminationReport, parse_envelope
@@ -31,8 +29,6 @@ ONE_SIGNAL_SECONDS = 1.0
 """Signals within this time of the first are the same one: `timeout` and its like send theirs to the process and to its group."""
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TRAINER = (sys.executable, "-m", "finetune_trainer")
-_ONLINE = (Role.FETCH, Role.PUBLISH)
-"""Their libraries read what the environment says of the network when they are imported."""
 _NEEDED = ("finetune_trainer", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "jinja2")
 
 
@@ -92,75 +88,12 @@ class Process(Protocol):
     def send_signal(self, sig: int) -> None: ...
 
 
-class ForkedRole:
-    """A role in a fork of the trainer that has imported once."""
-
-    stdout: IO[bytes] | None = None
-
-    def __init__(self, server: subprocess.Popen[bytes]) -> None:
-        self._server, self._pid = server, server.pid
-        self._code: int | None = None
-
-    @property
-    def pid(self) -> int:
-        """Of the role, and of the server while that still imports; each leads a process group."""
-        return self._pid
-
-    def poll(self) -> int | None:
-        """Its exit status if `wait` has seen its end. Reads nothing, so that a signal's handler may ask."""
-        return self._code
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit status. Raises subprocess.TimeoutExpired."""
-        lines = self._server.stdout
-        while self._code is None and lines is not None:
-            if not select.select([lines], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(_TRAINER, timeout or 0.0)
-            line = lines.readline()
-            said = json.loads(line) if line else {"code": self._server.wait() or 1}
-            self._pid, self._code = said.get("pid", self._pid), said.get("code")
-        return self._code or 0
-
-    def send_signal(self, sig: int) -> None:
-        """Raises ProcessLookupError if it has ended and `wait` has not seen it."""
-        os.kill(self.pid, sig)
-
-
-class Trainer:
-    """Starts the roles of one run: those that compute as forks of one process that imports the libraries once."""
-
-    def __init__(self) -> None:
-        self._server: subprocess.Popen[bytes] | None = None
-
-    def start(self, order: RoleArguments, log: Path) -> Process:
-        """The role; its output goes to `log`."""
-        arguments = order.arguments(free_port())
-        options: dict[str, Any] = {"stderr": log.open("wb"), "start_new_session": True, "pass_fds": (order.lock,)}
-        with options["stderr"]:
-            if order.role in _ONLINE:
-                arguments += ["--parent", str(os.getpid())]
-                return subprocess.Popen([*_TRAINER, *arguments], stdin=subprocess.DEVNULL, stdout=options["stderr"], **options)
-            if self._server is None or self._server.poll() is not None:
-                self.close()
-                pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-                self._server = subprocess.Popen([*_TRAINER, "serve", *order.run], **pipes, **options)
-        if self._server.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # how it has ended is seen next
-                self._server.stdin.write(json.dumps({"arguments": arguments, "log": str(log)}).encode() + b"\n")
-        return ForkedRole(self._server)
-
-    def close(self) -> None:
-        """End the process that serves; no role runs any more."""
-        server, self._server = self._server, None
-        if server is not None:
-            with server:
-                server.kill()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+def start_role(order: RoleArguments, log: Path) -> Process:
+    """Start a role as a process that ends with this one; its output goes to `log`."""
+    command = [*_TRAINER, *order.arguments(free_port()), "--parent", str(os.getpid())]
+    with log.open("wb") as output:
+        files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+        return subprocess.Popen(command, start_new_session=True, pass_fds=(order.lock,), **files)
 
 
 SAVING = "what runs now saves its state first; Ctrl-C once more ends it at once and loses what it has not saved"
@@ -265,12 +198,10 @@ def running(process: AnyProcess, interruption: Interruption) -> Iterator[AnyProc
             process.stdout.close()
 
 
-def launch(
-    trainer: Trainer, order: RoleArguments, log: Path, interruption: Interruption, look: Callable[[], None]
-) -> TerminationReport:
+def launch(order: RoleArguments, log: Path, interruption: Interruption, look: Callable[[], None]) -> TerminationReport:
     """Run a role to its end, calling `look` now and then; how it ended. Its output goes to `log`."""
     order.termination_log.unlink(missing_ok=True)
-    with running(trainer.start(order, log), interruption) as process:
+    with running(start_role(order, log), interruption) as process:
         while True:
             try:
                 code = process.wait(POLL_SECONDS)

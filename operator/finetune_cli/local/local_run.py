@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from finetune_cli.exit_codes import ExitCode
-from finetune_cli.local.launch import Interruption, RoleArguments, Trainer, launch
+from finetune_cli.local.launch import Interruption, RoleArguments, launch
 from finetune_cli.local.rank_zero import read_progress
 from finetune_cli.local.role_output import RoleOutput, SaidLine
 from finetune_cli.local.run_directory import RunDirectory, RunRecord, write_record
@@ -119,22 +119,11 @@ class LocalRun:
         """Of the newest checkpoint that training has told of."""
         self.workspace = WorkspaceLayout(place.claims / workspace.claim / workspace.path)
 
-    def execute(
-        self, max_restarts: int, interruption: Interruption, roles: Sequence[Role] | None = None, trainer: Trainer | None = None
-    ) -> ExitCode:
-        """Run the roles that have not ended with success yet. `roles`: these of them; None: all that the plan needs. `trainer`:
-        that outlives this run; None: one of its own.
-        """
-        wanted = roles_of(self.plan) if roles is None else roles
-        if trainer is not None:
-            return self._run_roles(trainer, max_restarts, interruption, wanted)
-        with Trainer() as own:
-            return self._run_roles(own, max_restarts, interruption, wanted)
-
-    def _run_roles(self, trainer: Trainer, max_restarts: int, interruption: Interruption, roles: Sequence[Role]) -> ExitCode:
-        for role in roles:
+    def execute(self, max_restarts: int, interruption: Interruption, roles: Sequence[Role] | None = None) -> ExitCode:
+        """Run the roles that have not ended with success yet. `roles`: these of them; None: all that the plan needs."""
+        for role in roles_of(self.plan) if roles is None else roles:
             while role not in self.record.finished:
-                report = self._attempt(trainer, role, interruption)
+                report = self._attempt(role, interruption)
                 step = next_step(
                     self.record,
                     report,
@@ -154,7 +143,7 @@ class LocalRun:
                     return ExitCode.INTERRUPTED
         return ExitCode.DONE
 
-    def _attempt(self, trainer: Trainer, role: Role, interruption: Interruption) -> TerminationReport:
+    def _attempt(self, role: Role, interruption: Interruption) -> TerminationReport:
         attempt = self.record.next_attempt.get(role, 0)
         # The number is used up before anything runs under it: two processes never share an attempt.
         self._keep(self.record.model_copy(update={"next_attempt": {**self.record.next_attempt, role: attempt + 1}}))
@@ -163,7 +152,6 @@ class LocalRun:
         heard = RoleOutput(output)
         started = time.monotonic()
         report = launch(
-            trainer,
             RoleArguments(
                 role=role,
                 attempt=attempt,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.claims import with_places
@@ -124,44 +124,18 @@ def _places(plan: RunPlan, root: Path, directories: Mapping[str, Path], *, write
 
 
 def _answer(order: Mapping[str, Any]) -> Look:
-    """By a fork of this process, which has imported most of what it needs and starts in a hundredth of a second.
-
-    Whatever a template of a user's does there, it does not hang or end this process.
-    """
-    with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as said:
-        parent = os.getpid()
-        child = os.fork()
-        if child == 0:
-            _look_here(order, parent, answer.fileno(), said.fileno())
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        answer.seek(0)
-        said.seek(0)
-        if status == -signal.SIGALRM:
-            raise LocalError(f"the first records of the job take more than {SECONDS} s to look at", ExitCode.FAILED)
-        if status != 0:
-            last = said.read().decode(errors="replace").strip().splitlines()[-1:] or ["nothing"]
-            fix = "install finetune-operator[trainer,cli]" if "ModuleNotFoundError" in last[0] else "report this"
-            problem = f"the records cannot be looked at: the process that reads them says {last[0]!r}; {fix}"
-            raise LocalError(problem, ExitCode.FAILED)
-        told = json.load(answer)
+    """The answer of a process of its own: whatever a template of a user's does there, it does not hang or end this one."""
+    command = [sys.executable, "-m", _PROGRAM, "--parent", str(os.getpid()), "--seconds", str(SECONDS)]
+    # Looking for plugins of pydantic reads the metadata of every installed distribution.
+    environment = {**os.environ, "PYDANTIC_DISABLE_PLUGINS": "__all__"}
+    ended = subprocess.run(command, input=json.dumps(order).encode(), capture_output=True, env=environment, check=False)
+    if ended.returncode == -signal.SIGALRM:
+        raise LocalError(f"the first records of the job take more than {SECONDS} s to look at", ExitCode.FAILED)
+    if ended.returncode != 0:
+        last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["nothing"]
+        fix = "install finetune-operator[trainer,cli]" if "ModuleNotFoundError" in last[0] else "report this"
+        problem = f"the records cannot be looked at: the process that reads them says {last[0]!r}; {fix}"
+        raise LocalError(problem, ExitCode.FAILED)
+    told = json.loads(ended.stdout)
     findings = tuple(Finding.model_validate(finding) for finding in told["findings"])
     return Look(findings, told["sources"], told["records"], told["why_no_tokens"])
-
-
-def _look_here(order: Mapping[str, Any], parent: int, answer: int, said: int) -> NoReturn:
-    """In the fork, of which nothing else of the command may continue. answer, said: files for the answer and for messages."""
-    status = 1
-    try:
-        # What libraries print is no part of the answer.
-        os.dup2(said, 1)
-        os.dup2(said, 2)
-        # No code of this process has a say in its end.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(SECONDS)
-        with open(answer, "wb", closefd=False) as file:
-            file.write(import_module(_PROGRAM).answer(order, parent))
-        status = 0
-    except BaseException:  # noqa: BLE001 - it is told by the parent
-        os.write(said, traceback.format_exc().encode(errors="replace"))
-    finally:
-        os._exit(status)

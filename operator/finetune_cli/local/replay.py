@@ -18,7 +18,7 @@ from typing import Self
 
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.claims import claim_directories, claims_of, link_claims
-from finetune_cli.local.launch import Interruption, Trainer
+from finetune_cli.local.launch import Interruption
 from finetune_cli.local.local_run import LocalRun, RunListener
 from finetune_cli.local.run_directory import RunDirectory, freeze, locked
 from finetune_job.api.base import ClaimPath
@@ -106,13 +106,11 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 class Replay:
-    """A scratch directory in which the plan of a run runs again. As a context it is locked: the trainer's process, which serves
-    all roles, keeps the lock that it began with.
-    """
+    """A scratch directory in which the plan of a run runs again. As a context it is locked."""
 
-    def __init__(self, plan: RunPlan, claims: Mapping[str, Path], scratch: Path, trainer: Trainer) -> None:
+    def __init__(self, plan: RunPlan, claims: Mapping[str, Path], scratch: Path) -> None:
         """`claims`: directories of the run's own claims. Raises LocalError."""
-        self.plan, self._trainer = replay_plan(plan), trainer
+        self.plan = replay_plan(plan)
         self._held, self._lock = ExitStack(), -1
         self.place = RunDirectory(scratch)
         self._original = WorkspaceLayout(claims[plan.workspace.claim] / plan.workspace.path)
@@ -167,7 +165,7 @@ class Replay:
         """Run these roles to their end. Raises LocalError if one does not end well."""
         record = freeze(self.place, self.plan)
         local_run = LocalRun(self.place, self.plan, record, self._lock, listener, ranks=ranks, until_step=until_step)
-        code = local_run.execute(0, interruption, roles=roles, trainer=self._trainer)
+        code = local_run.execute(0, interruption, roles=roles)
         if code is ExitCode.INTERRUPTED:
             raise LocalError("interrupted; nothing was changed", code)
         if code is not ExitCode.DONE:

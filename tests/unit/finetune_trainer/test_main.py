@@ -74,8 +74,6 @@ def test_an_attempt_that_the_operator_does_not_name_ends_as_preempted(tmp_path: 
     from finetune_trainer.roles import train as module
 
     monkeypatch.setattr(entry, "take_attempt", lambda _first: 4)
-    monkeypatch.setattr(entry, "map_torch_libraries", lambda: None)
-    monkeypatch.setattr(module, "preload_for_forks", lambda *_: None)
     monkeypatch.setattr(module, "wait_until_told", lambda path, attempt, _stopped: (path, attempt) == (Path("told"), 5))
     monkeypatch.setattr(module.signal, "signal", lambda *_: None)
     code, report = train(tmp_path, "--attempt-file", "told")

@@ -43,7 +43,7 @@ from finetune_trainer.data.shards import TRAIN, VALIDATION, PreparedDataError, r
 from finetune_trainer.data.sources import DatasetFacts, HeldOutDocuments, Source, check_unchanged, list_sources
 from finetune_trainer.data.tokenize import Tokenizer
 from finetune_trainer.data.tokenizer import generation_stops
-from finetune_trainer.data.workers import MAX_WORKERS, in_fork, in_this_process, in_workers
+from finetune_trainer.data.workers import MAX_WORKERS, in_this_process, in_workers
 from finetune_trainer.files import file_sha256, open_regular, tokenizer_files
 
 log = logging.getLogger(__name__)
@@ -133,8 +133,7 @@ def prepare(
     """Read, check and tokenise the plan's records, unless `directory` holds the same already.
 
     tokenizer: of `model_directory`. Without it (it did not load, or there is nowhere to write) the records are only checked.
-    num_workers: None for as many as there are CPUs, and none for little data; 0 for this process alone, or one
-    that it forks where a chat template is at work, which may have to be ended. It changes no byte.
+    num_workers: None for as many as there are CPUs, and one for little data; 0 for this process alone. It changes no byte.
     Raises OSError if the workspace fails, WorkerError if a process died, DataError if a file changed meanwhile.
     """
     sources = list_sources(plan, claims_root)
@@ -152,11 +151,9 @@ def prepare(
         tasks = _tasks(sources, settings, staging)
         total = sum(path.stat().st_size for source in sources for path in source.files)
         if num_workers is None:
-            num_workers = 0 if total < WORTH_WORKERS_BYTES else min(available_cpus(), MAX_WORKERS)
+            num_workers = 1 if total < WORTH_WORKERS_BYTES else min(available_cpus(), MAX_WORKERS)
         if num_workers and tokenizer is not None:
             results = in_workers(tasks, num_workers, model_directory, allow_remote_code)
-        elif tokenizer is not None and settings.problems_need_tokens:
-            results = in_fork(tasks, tokenizer)
         else:
             results = in_this_process(tasks, tokenizer)
         with PreparingProgress(total) as progress, closing(results):

@@ -25,7 +25,7 @@ from finetune_trainer.data.render_chat import endless_template_error
 from finetune_trainer.data.render_limit import END_SECONDS, ENDED_BY, RecordNote, new_note
 from finetune_trainer.data.tokenize import Tokenizer
 from finetune_trainer.errors import TrainerError
-from finetune_trainer.processes.child import Child, ChildOutput, TooMuchOutputError, fork, start
+from finetune_trainer.processes.child import Child, ChildOutput, TooMuchOutputError, start
 
 MAX_WORKERS = 8
 """A worker holds some tens of MB of its own."""
@@ -53,7 +53,7 @@ class WorkerKilledError(WorkerError):
 
 
 def in_this_process(tasks: Iterator[PartTask], tokenizer: Tokenizer | None) -> Generator[tuple[PartTask, PartResult]]:
-    """One after the other."""
+    """One after the other. A chat template that does not end may end this process."""
     for task in tasks:
         yield task, work_on(task, tokenizer)
 
@@ -119,30 +119,6 @@ def in_workers(
             loader.wait(EXIT_SECONDS)
 
 
-def in_fork(tasks: Iterator[PartTask], tokenizer: Tokenizer) -> Generator[tuple[PartTask, PartResult]]:
-    """One after the other, in a process forked from this one: starts at once, and may be ended where a template does not end.
-
-    Raises as `in_workers` does.
-    """
-    from finetune_trainer.data.worker import serve
-
-    note, (ours, theirs) = new_note(), socketpair()
-
-    def work() -> None:
-        ours.close()
-        serve(theirs, tokenizer, note)
-
-    child = fork(work)
-    theirs.close()
-    worker = _Worker(ours, note)
-    with child:
-        try:
-            yield from _in_order(tasks, [worker], lambda: _raise_for_exit(child.wait(EXIT_SECONDS), None))
-        finally:
-            worker.close()
-        child.wait(EXIT_SECONDS)
-
-
 def _in_order(
     tasks: Iterator[PartTask], workers: Sequence[_Worker], died: Callable[[], None]
 ) -> Generator[tuple[PartTask, PartResult]]:
@@ -205,7 +181,7 @@ def _start(num_workers: int, model_directory: Path, allow_remote_code: bool, out
         "descriptors": theirs,
     }
     # One thread each: there are as many processes as CPUs, and no thread may exist when the first of them forks.
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "finetune_trainer.data.worker", json.dumps(settings)]
     pass_fds = [descriptor for both in theirs for descriptor in both]
     loader = start(command, environment, stdout=output, stderr=output, pass_fds=pass_fds)
@@ -233,7 +209,7 @@ def _without_template(
     yield from in_this_process((replace(task, result=None) for task in tasks), None)
 
 
-def _raise_for_exit(status: int | None, output: int | None) -> None:
+def _raise_for_exit(status: int | None, output: int) -> None:
     """Raises WorkerError for the end of a process, unless it was a chat template's. `output`: file of what it said.
 
     status: None if it has closed its connection and not ended.
@@ -247,8 +223,6 @@ def _raise_for_exit(status: int | None, output: int | None) -> None:
             "a process that prepares data was killed (SIGKILL), most likely because memory ran out",
             "raise the memory of the profile's resources.preflight",
         )
-    said = "its log says why"
-    if output is not None:
-        os.lseek(output, 0, os.SEEK_SET)
-        said = os.read(output, 1 << 20).decode(errors="replace").strip()[-LAST_OUTPUT:]
+    os.lseek(output, 0, os.SEEK_SET)
+    said = os.read(output, 1 << 20).decode(errors="replace").strip()[-LAST_OUTPUT:]
     raise WorkerError(f"a process that prepares data ended with status {status}: {said}")

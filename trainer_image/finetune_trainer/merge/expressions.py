@@ -6,14 +6,16 @@ characters, which is what most adapters have, are not tried.
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from finetune_job.module_expressions import key_expression
-from finetune_trainer.processes.child import fork_answering, wait_for_answer
-from finetune_trainer.processes.sandbox import DATA_BYTES, limit_this_process
+from finetune_trainer.processes.child import Child, start_answering, wait_for_answer
+from finetune_trainer.processes.sandbox import DATA_BYTES
 from finetune_trainer.weights.errors import UnsupportedAdapterError
 
 CPU_SECONDS = 20
@@ -30,13 +32,20 @@ def require_expressions_that_end(config: Mapping[str, Any], modules: Collection[
     What is no expression at all says so where it is used.
     """
     for field, written, expressions in _expressions(config):
-        end = wait_for_answer(fork_answering(partial(_try, expressions, modules), 1), WALL_SECONDS)
+        end = wait_for_answer(_trial(expressions, modules), WALL_SECONDS)
         if not end.has_answered:
             raise UnsupportedAdapterError(
                 f"adapter_config.json: {field} is {written[:_SHOWN]!r}: matching it against the names of {len(modules)} modules "
                 f"takes more than {CPU_SECONDS} s of CPU time, or more than {DATA_BYTES >> 30} GiB of memory. Write names of "
                 "modules there, as the adapter's tensors have them."
             )
+
+
+def _trial(expressions: Collection[str], modules: Collection[str]) -> Child:
+    """A program, because a merge has threads."""
+    order = {"parent": os.getpid(), "seconds": CPU_SECONDS, "expressions": [*expressions], "modules": [*modules]}
+    command = [sys.executable, "-m", "finetune_trainer.merge.expression_trial"]
+    return start_answering(command, os.environ, json.dumps(order).encode(), 1)
 
 
 def _expressions(config: Mapping[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
@@ -57,16 +66,3 @@ def _expressions(config: Mapping[str, Any]) -> Iterator[tuple[str, str, list[str
         special = [name for name in names if isinstance(name, str) and not _PLAIN.fullmatch(name)]
         if special:
             yield field, special[0], [form(name) for name in special]
-
-
-def _try(expressions: Collection[str], modules: Collection[str]) -> bytes:
-    limit_this_process(CPU_SECONDS)
-    for expression in expressions:
-        try:
-            compiled = re.compile(expression)
-        except (re.error, RecursionError, OverflowError):
-            continue
-        for module in modules:
-            compiled.match(module)
-            compiled.fullmatch(module)
-    return b""

@@ -25,7 +25,7 @@ from finetune_trainer.errors import TrainerError
 from finetune_trainer.inspection.report import ModelStructure
 from finetune_trainer.processes.child import Child, ChildEnd, encode_answer, parse_answer, start_answering, wait_for_answer
 from finetune_trainer.processes.sandbox import how_it_ended, limit_this_process
-from finetune_trainer.processes.start import NO_ADVICE, torch_is_kept_out
+from finetune_trainer.processes.start import NO_ADVICE, torch_is_here
 
 Checked = tuple[ModelStructure | None, list[Finding]]
 ANSWER: TypeAdapter[Checked] = TypeAdapter(Checked)
@@ -62,7 +62,7 @@ def computed_first_values(context: RunContext) -> str:
     """
     path = context.workspace.first_values
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not torch_is_kept_out():
+    if torch_is_here():
         from finetune_trainer.model.first_values import ensure_first_values
 
         return ensure_first_values(context.plan, context.base_model, path)

@@ -2,9 +2,10 @@
 
 A child that works on a user's file may have been taken over by it. So its parent keeps no more of what it writes than a bound,
 takes it for text that has to be validated, and waits for nothing without a deadline, whatever the child closes or leaves open.
-There are two ways to start one. `fork` takes a hundredth of a second and has all imported that its parent has; `start` runs a
-program, which can import what its parent must not (torch). If a child has several messages (data/workers.py), `ChildOutput` and
-`Child.wait` are used alone.
+There are two ways to start one. `start` runs a program, from any process. `fork` takes a hundredth of a second and has all
+imported that its parent has, and is only for a process with a single thread: a lock that another thread holds at that moment, of
+the C library or of anything else, stays locked in the child forever. If a child has several messages (data/workers.py),
+`ChildOutput` and `Child.wait` are used alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -39,6 +41,10 @@ Form = TypeVar("Form")
 
 class TooMuchOutputError(Exception):
     """More was written than is allowed."""
+
+
+class ThreadsAtForkError(RuntimeError):
+    """A process with several threads was to be forked."""
 
 
 class Exceeded(StrEnum):
@@ -184,12 +190,29 @@ class Child:
             os.close(self.output.descriptor)
 
 
+def require_single_thread(pid: int) -> None:
+    """Raises ThreadsAtForkError if a process that is forked has more threads than its main one, native libraries' included."""
+    others = [name for thread, name in sorted(threads(pid).items()) if thread != pid]
+    if others:
+        raise ThreadsAtForkError(f"process {pid} cannot be forked, because it has more threads than one: {', '.join(others)}")
+
+
+def threads(pid: int) -> dict[int, str]:
+    """The kernel's ids and names of the threads of a process."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # the thread ended meanwhile
+            found[int(task.name)] = (task / "comm").read_text().strip() or "(no name)"
+    return found
+
+
 def fork(work: Callable[[], object], output: ChildOutput | None = None) -> Child:
     """A copy of this process that does `work`, dies with this one and runs nothing else of it. output: to which `work` writes.
 
-    Exit status 0: the work is done; 1: it raised, and the traceback is on standard error. This process must have no threads whose
-    locks `work` needs.
+    Exit status 0: the work is done; 1: it raised, and the traceback is on standard error. Raises ThreadsAtForkError if this
+    process has more threads than the one that calls.
     """
+    require_single_thread(os.getpid())
     # What is held back would be written twice.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -231,7 +254,11 @@ def start(
     pass_fds: Sequence[int] = (),
     output: ChildOutput | None = None,
 ) -> Child:
-    """A program that reads `given` from its standard input. It has to call `die_with` itself. output: of what it writes."""
+    """A program that reads `given` from its standard input. It has to call `die_with` itself. output: of what it writes.
+
+    It may fork: numpy's linear algebra, which nothing here uses, starts no threads in it.
+    """
+    environment = {"OPENBLAS_NUM_THREADS": "1", **environment}
     # A file and not a pipe: a child that does not read must not hold up its parent.
     with os.fdopen(os.memfd_create("given"), "w+b") as file:
         file.write(given)

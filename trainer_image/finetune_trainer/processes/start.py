@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 """prctl(2)."""
-_WITHOUT_PEFT = ("torch.distributed.run", "transformers")
 _META_KERNELS = "torch._meta_registrations"
 _TORCH_LIBRARIES = {"libtorch_global_deps.so": os.RTLD_GLOBAL, "libtorch_cpu.so": 0, "libtorch_cuda.so": 0}
 """In the order and with the flags of torch's own import."""
@@ -75,9 +74,9 @@ def keep_torch_out() -> None:
         os.environ[NO_ADVICE] = "1"
 
 
-def torch_is_kept_out() -> bool:
-    """Whether an import of torch would fail because of `keep_torch_out`."""
-    return "torch" in sys.modules and sys.modules["torch"] is None
+def torch_is_here() -> bool:
+    """Whether this process has imported torch."""
+    return sys.modules.get("torch") is not None
 
 
 def keep_bitsandbytes_out(plan: RunPlan | None = None) -> None:
@@ -111,16 +110,6 @@ def bring_meta_kernels() -> None:
 def may_need_bitsandbytes(plan: RunPlan) -> bool:
     """Whether the plan packs its base, or has code of which nobody knows what it imports."""
     return plan.method.quantization is not None or plan.model.allow_remote_code
-
-
-def preload_for_forks(plan: RunPlan, *modules: str) -> None:
-    """As `preload`, for a process that will fork ranks: it must not touch a device, which no fork could use then.
-
-    bitsandbytes asks for the device when it is imported, and PEFT imports it: where the plan may need it, each fork imports them.
-    """
-    keep_bitsandbytes_out(plan)
-    preload(*(_WITHOUT_PEFT if may_need_bitsandbytes(plan) else modules))
-    compile_conversions()
 
 
 def compile_conversions() -> None:

@@ -21,8 +21,12 @@ LONG_FACTOR = 4
 """How many step timeouts a rank may take until its first step is done, and for what it announces to be long."""
 LONG_SECONDS_LEAST = 300.0
 """The same for short step timeouts: loading a model takes no less for them."""
+START_SECONDS = 600.0
+"""For the start of a rank, and for joining the others: imports on a machine that is a hundred times too busy take no longer."""
 STALLED_FILE = "stalled.json"
 """In the directory of stacks: the verdict, written once by the first rank that came to it."""
+JOIN = "join"
+"""What a rank says that joins the others. How long it takes is counted from the moment at which all of them run."""
 TURNS_IN_SILENCE = 5
 _SILENCE_SECONDS = (5.0, 180.0)
 """Shortest and longest silence. NFS clients may see a new file up to a minute late, which must not look like silence."""
@@ -34,6 +38,8 @@ class StallTimeouts:
 
     step: float
     long: float
+    start: float
+    """How long the start of a rank may take until its watchdog runs, and joining the others once all of theirs run."""
     silence: float
     """A watchdog that has written no record for so long belongs to a process that is stopped, dead or starved."""
 
@@ -60,9 +66,11 @@ class StallTimeouts:
 def stall_timeouts(step_timeout_seconds: float) -> StallTimeouts:
     """What the plan's step timeout means for each wait."""
     shortest, longest = _SILENCE_SECONDS
+    long = max(LONG_FACTOR * step_timeout_seconds, LONG_SECONDS_LEAST)
     return StallTimeouts(
         step=step_timeout_seconds,
-        long=max(LONG_FACTOR * step_timeout_seconds, LONG_SECONDS_LEAST),
+        long=long,
+        start=min(long, START_SECONDS),
         silence=min(max(step_timeout_seconds / 6, shortest), longest),
     )
 
@@ -99,7 +107,8 @@ class Stall(BaseModel):
     """The rank that keeps the others waiting."""
     node_rank: int | None
     step: int | None
-    declared_by: int
+    declared_by: int | None
+    """Rank whose watchdog declared it; None: the supervisor of the rank's node did."""
     silent: list[int]
     """Ranks whose watchdogs no longer write: their stacks are not to be expected."""
     message: str
@@ -138,6 +147,20 @@ class Stall(BaseModel):
         )
 
 
+def never_spoke(silent: list[int], node_rank: int, seconds: float, now: float) -> Stall:
+    """The verdict on ranks of a node that started and gave no sign of life within so many seconds."""
+    others = f", nor have ranks {', '.join(map(str, silent[1:]))}" if silent[1:] else ""
+    return Stall(
+        rank=silent[0],
+        node_rank=node_rank,
+        step=None,
+        declared_by=None,
+        silent=silent,
+        message=f"rank {silent[0]} has given no sign of life within {seconds:.0f} s of the start of this node's ranks{others}",
+        time=now,
+    )
+
+
 def find_stall(records: Mapping[int, HeartbeatRecord], silent: Iterable[int], declared_by: int, now: float) -> Stall | None:
     """The rank that stopped, or None where the one that the others wait for is still within its allowance.
 
@@ -164,7 +187,9 @@ def find_stall(records: Mapping[int, HeartbeatRecord], silent: Iterable[int], de
             time=now,
         )
     fewest = min(record.collectives for record in records.values())
-    behind = [record for record in records.values() if record.collectives == fewest]
+    behind = [record for record in records.values() if record.what == JOIN] or [
+        record for record in records.values() if record.collectives == fewest
+    ]
     if not all(record.is_overdue for record in behind):
         return None
     culprit = min(behind, key=lambda record: (record.is_in_collective, -record.idle_seconds, record.rank))

@@ -28,6 +28,7 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.files import read_own, temporary_beside, write_durably
 from finetune_trainer.ranks.reports import date_echo, rank_report_name, write_rank_report
 from finetune_trainer.ranks.stalls import (
+    JOIN,
     STALLED_FILE,
     HeartbeatRecord,
     SilenceDetector,
@@ -93,6 +94,8 @@ class Watchdog:
         self._reports = context.workspace.reports(Role.TRAIN.value, context.attempt)
         self._timeouts: StallTimeouts = stall_timeouts(context.plan.training.step_timeout_seconds)
         self._detector: SilenceDetector | None = None
+        self._complete_since: float | None = None
+        """When a record of every rank was first there, on the monotonic clock."""
         self._turn = 0
         self._ended = threading.Event()
         self._main = threading.main_thread().ident
@@ -157,11 +160,19 @@ class Watchdog:
             what=beat.what,
             step=beat.step,
             idle_seconds=idle,
-            is_overdue=idle > self._timeouts.allowance(is_long=beat.is_long),
+            is_overdue=self._is_overdue(beat, idle),
             collectives=entered_collectives(),
             is_in_collective=any(_COLLECTIVES in frame.filename for frame in stack[-_INNERMOST:]),
             at=place_in_own_code(stack),
         )
+
+    def _is_overdue(self, beat: Beat, idle: float) -> bool:
+        if beat.what != JOIN:
+            return idle > self._timeouts.allowance(is_long=beat.is_long)
+        # Ranks of another node may start much later, and to wait for them is no failure.
+        if self._complete_since is None and len(list(self._directory.glob("heartbeat-*.json"))) >= self._world_size:
+            self._complete_since = time.monotonic()
+        return self._complete_since is not None and time.monotonic() - self._complete_since > self._timeouts.start
 
     def _write(self, record: HeartbeatRecord) -> None:
         path = self._directory / heartbeat_file_name(self._rank)

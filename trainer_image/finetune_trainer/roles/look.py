@@ -1,14 +1,18 @@
-"""The first records of a job as training would see them, and what is wrong with its files.
+"""`python -m finetune_trainer.roles.look`: the first records of a job as training would see them, and what is wrong with them.
 
-For the command line, which waits for it and forks itself for it. Imports neither torch nor numpy nor most of transformers, and
+For the command line, which waits for it. Imports neither torch nor numpy nor most of transformers, and
 reads no more than the first records of each source. What is found has the ids and the words of preflight, whose code it is; what
 needs the whole of the data is left to preflight.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
+import os
+import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
@@ -44,7 +48,7 @@ from finetune_trainer.data.tokenizer_files import (
 from finetune_trainer.inspection.base_name import adapter_base_problem
 from finetune_trainer.inspection.model_files import inspect_model_files
 from finetune_trainer.preflight.places import not_vacant, not_writable
-from finetune_trainer.processes.start import die_with, keep_torch_out
+from finetune_trainer.processes.start import die_with, end, keep_torch_out
 
 BATCH = 256
 """Records that are tokenised at a time."""
@@ -82,16 +86,6 @@ class SourceLook:
     """Keys that records have and that are not read -> how many have them."""
     lengths: dict[int, int] = field(default_factory=dict)
     """Records by tokens: the smallest power of two that holds them -> how many."""
-
-
-def answer(order: Mapping[str, Any], parent: int) -> bytes:
-    """What `look` says, as JSON, in a process that is for nothing else and ends with `parent`."""
-    # It ends before collections would pay.
-    gc.disable()
-    die_with(parent)
-    keep_torch_out()
-    keep_rest_of_transformers_out()
-    return json.dumps(look(order)).encode()
 
 
 def look(order: Mapping[str, Any]) -> dict[str, Any]:
@@ -310,3 +304,29 @@ def _plain_pieces(record: Record) -> list[tuple[str, bool]]:
     if record.messages:
         return [(f"{turn['role']}: {turn['content']}\n", False) for turn in record.messages]
     return [(record.prompt, False), (record.completion, True)]
+
+
+def main() -> int:
+    """Answer the order on standard input: JSON on standard output."""
+    # It ends before collections would pay.
+    gc.disable()
+    parser = argparse.ArgumentParser(prog="python -m finetune_trainer.roles.look", description=__doc__)
+    parser.add_argument("--parent", type=int, required=True, help="process with which this one ends")
+    parser.add_argument("--seconds", type=int, required=True, help="after which SIGALRM ends it")
+    arguments = parser.parse_args()
+    die_with(arguments.parent)
+    # No code of this process has a say in its end.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(arguments.seconds)
+    answer = os.fdopen(os.dup(1), "w")
+    # What libraries print is no part of the answer.
+    os.dup2(2, 1)
+    keep_torch_out()
+    keep_rest_of_transformers_out()
+    json.dump(look(json.load(sys.stdin)), answer)
+    answer.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    end(main())

@@ -59,7 +59,7 @@ from finetune_trainer.preflight.job_steps import (
 )
 from finetune_trainer.preflight.model_process import check_model, computed_first_values
 from finetune_trainer.preflight.token_rows import check_token_rows, check_trained_rows
-from finetune_trainer.processes.start import torch_is_kept_out
+from finetune_trainer.processes.start import torch_is_here
 from finetune_trainer.rehearsal.verdicts import find_verdict, keep_verdict, rehearsal_key
 from finetune_trainer.roles.rehearse import ModelProcess
 from finetune_trainer.train.policy import total_steps
@@ -76,13 +76,11 @@ class PreflightInspection(JobInspection):
     """None: it is not needed yet, or not any more."""
     key: str = ""
     """Of the rehearsal, where its verdict may be kept for other jobs."""
-    is_forked: bool = False
-    """Whether this process may be forked, as `ModelProcess` says."""
 
     def begin_process(self) -> None:
-        """Now, because its imports take longer than all that comes before it is asked, and there are no threads yet."""
-        if self.is_forked or torch_is_kept_out():
-            self.process = self.until_done.enter_context(ModelProcess(self.context, is_forked=self.is_forked))
+        """Now, because its imports take longer than all that comes before it is asked."""
+        if not torch_is_here():
+            self.process = self.until_done.enter_context(ModelProcess(self.context))
 
 
 def check_added_tokens(seen: PreflightInspection) -> Iterable[Finding]:
@@ -161,11 +159,12 @@ CHECKS: tuple[CheckStep[PreflightInspection], ...] = (
     CheckStep(check_expressions),
     CheckStep(check_structure, (files_are_whole, base_is_made, expressions_compile)),
     CheckStep(begin_rehearsal),
+    # The last that forks this process: what reads tables of data starts threads.
+    CheckStep(check_token_rows, (has_structure, has_tokenizer)),
     CheckStep(check_data),
     CheckStep(check_fit),
     CheckStep(check_rows, (has_structure, has_added_tokens)),
     CheckStep(check_use, (has_added_tokens, has_training_data)),
-    CheckStep(check_token_rows, (has_structure, has_tokenizer)),
     CheckStep(check_trained_rows, (trains_input_rows_alone, has_training_data, storage_is_ready)),
     CheckStep(check_start, (has_structure,)),
     CheckStep(check_room, (has_structure, storage_is_ready)),
@@ -176,12 +175,9 @@ CHECKS: tuple[CheckStep[PreflightInspection], ...] = (
 """In the order in which findings are shown; those of the model are listed in preflight/model_checks.py."""
 
 
-def run(context: RunContext, *, is_forked: bool = False) -> TerminationReport:
-    """Check everything and prepare the data. Raises OSError if the workspace fails while it is written.
-
-    is_forked: this process may be forked, as `ModelProcess` says.
-    """
-    seen = PreflightInspection(context, is_forked=is_forked)
+def run(context: RunContext) -> TerminationReport:
+    """Check everything and prepare the data. Raises OSError if the workspace fails while it is written."""
+    seen = PreflightInspection(context)
     with seen.until_done:
         if not context.plan.model.added_tokens:
             seen.begin_process()

@@ -2,7 +2,7 @@
 look at the model and rehearse the job.
 
 So torch leaves memory with it, and is imported once. It begins with preflight and imports while files and tokenizer are looked
-at; the rehearsal runs while the data is prepared. It never computes itself, so that no thread's lock and no device is copied.
+at; the rehearsal runs while the data is prepared. It never computes itself, so that it has a single thread whenever it forks.
 
 Standard input: the plan. Standard output: one JSON object per line: `{"finding": ...}`, `{"checked": ...}` and `{"stage": ...}`
 as they come and `{"report": ...}` last. What libraries print goes to standard error. Called by preflight, and by finetune_cli.
@@ -38,10 +38,8 @@ from finetune_trainer.preflight.model_process import Checked, ModelCheckError, c
 from finetune_trainer.processes.child import (
     Child,
     ChildEnd,
-    ChildOutput,
     Exceeded,
     encode_answer,
-    fork,
     fork_answering,
     parse_answer,
     start_answering,
@@ -93,8 +91,7 @@ _LINE = TypeAdapter(_AnswerLine)
 class ModelProcess:
     """This program as a process next to preflight. As a context it is killed at the end, and leaves nothing on the workspace."""
 
-    def __init__(self, context: RunContext, *, is_forked: bool = False) -> None:
-        """is_forked: as a fork of this process, which has imported the libraries, has no threads and has computed nothing."""
+    def __init__(self, context: RunContext) -> None:
         self._context, self._began = context, time.monotonic()
         workspace = context.workspace.root
         self._scratch = temporary_beside(workspace / NAME)
@@ -104,7 +101,7 @@ class ModelProcess:
         reading, self._commands = os.pipe()
         self._stack.callback(os.close, self._commands)
         try:
-            self._child = self._fork(reading) if is_forked else self._start(reading)
+            self._child = self._start(reading)
         except BaseException:
             self._stack.close()
             raise
@@ -121,21 +118,6 @@ class ModelProcess:
             command += ["--devices", environment[DEVICES]]
         given = self._context.plan.model_dump_json().encode()
         return start_answering(command, environment | on_cpu(), given, ANSWER_BYTES, pass_fds=(commands,))
-
-    def _fork(self, commands: int) -> Child:
-        reading, writing = os.pipe()
-
-        def work() -> None:
-            os.close(self._commands)
-            devices = os.environ.get(DEVICES)
-            os.environ.update(on_cpu())
-            with os.fdopen(writing, "w") as answer:
-                order = _Order(self._context.plan, self._context.base_model.absolute(), self._scratch.absolute(), answer)
-                _obey(order, commands, devices)
-
-        child = fork(work, ChildOutput(reading, ANSWER_BYTES))
-        os.close(writing)
-        return child
 
     def check(self) -> Checked:
         """As `check_model`. Raises ModelCheckError if the process fails."""

@@ -1,7 +1,6 @@
-"""torchrun on this node, as a fork: its arguments, its output, the signals it gets, and its end after a stall.
+"""torchrun on this node: its arguments, its output, and the signals it gets.
 
-torchrun's agent is a fork of the supervisor, and the ranks are forks of the agent. Neither computes or touches a device before it
-forks.
+torchrun's agent is a program of its own (roles/agent.py), and ranks are forks of a process that has a single thread.
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,23 +18,18 @@ from typing import BinaryIO
 
 from finetune_job.names import SHUTDOWN_SECONDS, Role
 from finetune_trainer.context import RunContext
-from finetune_trainer.processes.child import Child, encode_answer, fork, fork_answering, wait_for_answer
-from finetune_trainer.processes.devices import hide_devices
-from finetune_trainer.processes.start import name_of_process, send_output_to
+from finetune_trainer.processes.child import start
+from finetune_trainer.processes.start import may_need_bitsandbytes
 from finetune_trainer.ranks.logs import CappedFile, RankLogs, show
-from finetune_trainer.ranks.reports import rank_process_name, rank_report_name
-from finetune_trainer.ranks.stalls import heartbeat_file_name, read_heartbeat, read_stall, stall_timeouts
+from finetune_trainer.roles.rank_guard import RankGuard
 
 log = logging.getLogger(__name__)
 OUTPUT_TAIL_BYTES = 1 << 18
 """How much of torchrun's own output is kept in memory, to read its summary."""
-_OWN_SIGNALS = (signal.SIGTERM,)
-"""Which this process handles, and its forks otherwise."""
-_FORK = "fork"
-_ANSWER_BYTES, _ANSWER_SECONDS = 64, 30.0
-"""Of a fork that says whether it could use the device."""
 LOOPBACK = "127.0.0.1"
 RANK_SCRIPT = Path(__file__).parents[1] / "train" / "__main__.py"
+PRELOADED, PRELOADED_TO_PACK = "finetune_trainer.train.preloaded", "torch,transformers"
+"""Modules of the process that ranks are forks of: for most plans, and for those that may pack their base."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +49,8 @@ class Launch:
     """That names this attempt once it may begin; None: it may."""
 
 
-def start_method_of_ranks() -> str:
-    """`fork`, or `spawn` where an import has touched the device: a fork could not use it then."""
-    import torch
-
-    child = fork_answering(lambda: encode_answer(torch.cuda._is_in_bad_fork()), _ANSWER_BYTES)  # noqa: SLF001 - there is no public way to ask
-    if wait_for_answer(child, _ANSWER_SECONDS).answer == encode_answer(False):
-        return _FORK
-    log.warning("an import has touched the accelerator: ranks are not forked, and each imports the libraries again")
-    return "spawn"
-
-
-def torchrun_arguments(context: RunContext, launch: Launch, pipes: Path, start_method: str) -> list[str]:
-    """Of this node's agent."""
+def torchrun_arguments(context: RunContext, launch: Launch, pipes: Path) -> list[str]:
+    """The arguments of this node's agent."""
     nodes = (launch.nodes or context.plan.parallelism.nodes) if launch.ranks is None else 1
     agent = {
         "--nnodes": nodes,
@@ -77,7 +60,7 @@ def torchrun_arguments(context: RunContext, launch: Launch, pipes: Path, start_m
         "--master-port": launch.master_port,
         "--max-restarts": 0,
         "--shutdown-timeout": SHUTDOWN_SECONDS,
-        "--start-method": start_method,
+        "--start-method": "forkserver",
         # Else it makes one in the system's directory for temporary files and leaves it there.
         "--log-dir": pipes / "torchrun",
     }
@@ -108,14 +91,13 @@ def local_ranks(context: RunContext, launch: Launch) -> range:
 def run_torchrun(context: RunContext, launch: Launch, stopped: threading.Event) -> tuple[int, str]:
     """The agent's exit status and the end of what it said."""
     logs = context.workspace.logs(Role.TRAIN.value, context.attempt)
-    ended = threading.Event()
     rank_logs = RankLogs(logs, local_ranks(context, launch))
-    start_method = start_method_of_ranks()
-    arguments = torchrun_arguments(context, launch, rank_logs.pipes, start_method)
+    command = [sys.executable, "-m", "finetune_trainer.roles.agent", "--parent", str(os.getpid())]
+    command += ["--preload", PRELOADED_TO_PACK if may_need_bitsandbytes(context.plan) else PRELOADED]
+    command += ["--scratch", str(rank_logs.pipes)]
+    command += torchrun_arguments(context, launch, rank_logs.pipes)
     reading, writing = os.pipe()
-    # A signal meanwhile is the parent's, which then tells the agent. The agent is forked before there are threads.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _OWN_SIGNALS)
-    agent = fork(lambda: _be_agent(arguments, writing, start_method))
+    agent = start(command, os.environ, stdout=writing, stderr=writing)
     os.close(writing)
     is_told = False
 
@@ -128,58 +110,16 @@ def run_torchrun(context: RunContext, launch: Launch, stopped: threading.Event) 
             agent.send_signal(signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, forward)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OWN_SIGNALS)
     if stopped.is_set():
         forward(signal.SIGTERM, None)
     with agent, rank_logs, os.fdopen(reading, "rb") as said:
-        guard = threading.Thread(
-            target=end_after_verdict, args=(context, local_ranks(context, launch), agent, ended), daemon=True
-        )
-        guard.start()
+        guard = RankGuard(context, local_ranks(context, launch), launch.node_rank, rank_logs.pipes, agent)
+        guard.begin()
         try:
             output = _read_output(said, logs / f"torchrun-{launch.node_rank}.log")
             return agent.join(), output
         finally:
-            ended.set()
-            guard.join()
-
-
-def _be_agent(arguments: list[str], output: int, start_method: str) -> None:
-    """torchrun, in a fork. output: descriptor for what it says. Raises ChildFailedError, whose text names the failed ranks."""
-    if start_method == _FORK:
-        hide_devices()
-    for number in _OWN_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OWN_SIGNALS)
-    send_output_to(output)
-    from torch.distributed import run
-
-    run.main(arguments)
-
-
-def end_after_verdict(context: RunContext, ranks: range, agent: Child, ended: threading.Event) -> None:
-    """After the verdict of a stall, end the silent ranks of this node, and the agent if that was not enough.
-
-    An agent sees nothing wrong with a process that is only stopped, and gives it all the time for saving that it cannot use.
-    """
-    directory = context.workspace.stacks(context.attempt)
-    allowed = stall_timeouts(context.plan.training.step_timeout_seconds)
-    while (stall := read_stall(directory)) is None:
-        if ended.wait(allowed.turn):
-            return
-    reported = context.workspace.reports(Role.TRAIN.value, context.attempt) / rank_report_name(stall.rank)
-    deadline = time.monotonic() + allowed.collection + allowed.silence
-    while not reported.exists() and time.monotonic() < deadline:
-        if ended.wait(1.0):
-            return
-    for rank in set(stall.silent) & set(ranks):
-        record = read_heartbeat(directory / heartbeat_file_name(rank))
-        if record is not None and name_of_process(record.pid) == rank_process_name(rank):
-            log.error("killing rank %d, which gives no sign of life", rank)
-            os.kill(record.pid, signal.SIGKILL)
-    if not ended.wait(allowed.silence + allowed.collection):
-        log.error("ranks of this node did not end after a stall: ending them")
-        agent.send_signal(signal.SIGTERM)
+            guard.end()
 
 
 def _read_output(said: BinaryIO, path: Path) -> str:

@@ -1,7 +1,6 @@
 """The `train` role in each pod: wait for the master's name, run torchrun, report the root cause.
 
-The rendezvous is static, so torchrun never restarts ranks; a gang is restarted as a whole by the operator. This process imports
-the libraries once, for torchrun's agent and the ranks.
+The rendezvous is static, so torchrun never restarts ranks; a gang is restarted as a whole by the operator.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from finetune_trainer.errors import ConfigError
 from finetune_trainer.files import read_own
 from finetune_trainer.inspection.special_files import require_links_inside
 from finetune_trainer.processes.container import LONGEST_WAIT_SECONDS, wait_until_told
-from finetune_trainer.processes.start import preload_for_forks
 from finetune_trainer.ranks.logs import rank_log_name
 from finetune_trainer.ranks.reports import (
     SilentEvidence,
@@ -36,8 +34,6 @@ from finetune_trainer.roles.torchrun import OUTPUT_TAIL_BYTES, Launch, local_ran
 
 RESOLVE_SECONDS = 600.0
 """How long a master's name may stay unknown: the pod may still pull its image, and DNS caches denials for half a minute."""
-LIBRARIES = ("torch.distributed.run", "finetune_trainer.train.rank")
-"""What torchrun's agent and the ranks need."""
 MEMORY_EVENTS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
 """What the kernel counts for the container's cgroup, in version 2 and in version 1; the first that exists is read."""
 
@@ -59,7 +55,6 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
     remove_traces(context.workspace.stacks(context.attempt), local_ranks(context, launch))
     signal.signal(signal.SIGTERM, lambda _number, _frame: stopped.set())
     require_links_inside(context.base_model, context.base_model_root)
-    preload_for_forks(context.plan, *LIBRARIES)
     if launch.attempt_file is not None and not wait_until_told(launch.attempt_file, context.attempt, stopped):
         said = "stopped by SIGTERM" if stopped.is_set() else f"the operator did not name it within {LONGEST_WAIT_SECONDS:.0f} s"
         return _preempted(context, launch, f"attempt {context.attempt} did not begin in the pod of the one before: {said}")

@@ -1,32 +1,29 @@
-"""One rank: a script that torchrun runs in a fork of its agent, which has imported all that the plan needs (roles/train.py).
+"""One rank: a script that torchrun runs in a fork of a process that has imported what the plan needs (roles/agent.py).
 
 `python -m finetune_trainer.train` is the same in a process of its own.
 """
 
 import argparse
+import multiprocessing
 import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 from finetune_job.names import OBSERVE_PORT
 from finetune_trainer.context import add_run_arguments, add_until_step, run_context
-from finetune_trainer.processes.devices import show_devices
+from finetune_trainer.processes.child import require_single_thread
 from finetune_trainer.processes.start import die_with, end, keep_bitsandbytes_out, name_process, preload, send_output_to
 from finetune_trainer.ranks.reports import rank_process_name
+from finetune_trainer.ranks.start_signs import leave_start_signs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank; the exit code. Raises PlanMismatchError, ModelError, OSError."""
-    # The agent's handlers raise, and are for ranks that it has started.
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    die_with(os.getppid())
-    show_devices()
+    die_with_agent()
     name_process(rank_process_name(int(os.environ["RANK"])))
     arguments = _parser().parse_args(argv)
     if arguments.output_pipes is not None:
+        leave_start_signs(arguments.output_pipes, int(os.environ["LOCAL_RANK"]))
         send_output_to(os.open(arguments.output_pipes / os.environ["LOCAL_RANK"], os.O_WRONLY))
     context = run_context(arguments).with_trained_rows()
     keep_bitsandbytes_out(context.plan)
@@ -37,8 +34,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_launched_rank(context, node_rank=arguments.node_rank, observe_port=arguments.observe_port)
 
 
+def die_with_agent() -> None:
+    """Have the kernel kill this process when the one that it is a fork of ends, which ends with torchrun's agent.
+
+    Raises ThreadsAtForkError if that process has more than one thread: a lock of theirs could be locked here forever.
+    """
+    agent = multiprocessing.parent_process()
+    die_with(os.getppid())
+    if agent is None:
+        return
+    if not agent.is_alive():
+        os._exit(1)
+    require_single_thread(os.getppid())
+
+
 def set_threads() -> None:
-    """Compute on as many threads as torchrun says: the library that reads the variable may have been loaded before it was set."""
+    """Compute on as many threads as torchrun says: the library that reads the variable was loaded before it was set."""
     import torch
 
     if number := os.environ.get("OMP_NUM_THREADS"):

@@ -15,6 +15,7 @@ from finetune_trainer.ranks.determinism import keep_float32, pin_kernels
 from finetune_trainer.ranks.device_test import check_device
 from finetune_trainer.ranks.gang import ENVIRONMENT, joined, launched_rank
 from finetune_trainer.ranks.reports import ECHO_SECONDS, date_echo, write_rank_report
+from finetune_trainer.ranks.stalls import JOIN
 from finetune_trainer.ranks.watchdog import Heartbeat, Watchdog
 from finetune_trainer.termination import exit_code, failure_report
 from finetune_trainer.train.run import StopRequest, train
@@ -29,8 +30,6 @@ def run_launched_rank(context: RunContext, *, node_rank: int, observe_port: int)
         level=logging.INFO if rank == 0 else logging.WARNING,
         format=f"%(asctime)s %(levelname)s rank {rank} %(name)s %(message)s",
         stream=sys.stderr,
-        # Those of the process that this one was forked from are replaced.
-        force=True,
     )
     # Bars redraw themselves with carriage returns, which makes one endless line of a log file.
     transformers_logging.disable_progress_bar()
@@ -73,10 +72,12 @@ def run_rank(
     if context.plan.training.deterministic:
         pin_kernels()
     try:
+        heartbeat.begin(JOIN, 0)
         with (
             Watchdog(context, heartbeat, rank=rank, world_size=world_size, node_rank=node_rank).watching(),
             joined(rank, world_size, local_rank, init_method, context.plan.training.step_timeout_seconds) as gang,
         ):
+            heartbeat.begin("start", 0)
             stop.install()
             reached = check_device(gang) if gang.device.type == "cuda" else None
             facts = train(context, gang, stop, observe_port, heartbeat, reached)

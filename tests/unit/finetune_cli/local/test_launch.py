@@ -1,4 +1,4 @@
-"""The command of a role, the process that forks roles, and how the end of one is told."""
+"""The command of a role, the signals that it gets, and how its end is told."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from finetune_cli.local import launch
-from finetune_cli.local.launch import Interruption, RoleArguments, Trainer, outcome, running
+from finetune_cli.local.launch import Interruption, RoleArguments, outcome, running
 from finetune_job.failures import EXIT_CODES, FailureClass, Outcome, TerminationReport
 from finetune_job.names import Role
 
@@ -59,133 +59,78 @@ def test_how_a_role_ended(code, said, expected):
     assert (found.outcome, found.failure) == expected
 
 
-SERVER = """
-import json, os, subprocess, sys
-if sys.argv[1] != "serve":
-    print("own process", *sys.argv[1:2])
-    sys.exit(5)
-answer = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-print("imports", flush=True)
-BODY
-for line in sys.stdin:
-    order = json.loads(line)
-    role = subprocess.Popen(["sh", "-c", ROLE], start_new_session=True, stdout=open(order["log"], "a"))
-    print(json.dumps({"pid": role.pid}), file=answer, flush=True)
-    print(json.dumps({"code": role.wait()}), file=answer, flush=True)
-"""
-"""Stands for the trainer: each role is a shell."""
-
-
 @pytest.fixture
 def told() -> list[str]:
     return []
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str]) -> Iterator[Served]:
+def roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str]) -> Iterator[Roles]:
     # As in a terminal, whatever the tests were started by.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    with Trainer() as trainer, Interruption(told.append) as interruption:
-        yield Served(trainer, interruption, tmp_path, monkeypatch)
+    with Interruption(told.append) as interruption:
+        yield Roles(interruption, tmp_path, monkeypatch)
     signal.signal(signal.SIGHUP, before)
 
 
-class Served:
-    """Starts roles of a stand-in for the trainer."""
+class Roles:
+    """Starts shells in place of the trainer's roles."""
 
-    def __init__(self, trainer: Trainer, interruption: Interruption, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.trainer, self.interruption, self.directory, self.monkeypatch = trainer, interruption, directory, monkeypatch
+    def __init__(self, interruption: Interruption, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.interruption, self.directory, self.monkeypatch = interruption, directory, monkeypatch
+        self.log = directory / "role.log"
         self.lock = os.open(directory / "lock", os.O_CREAT)
 
-    def program(self, role: str, body: str = "") -> None:
-        text = SERVER.replace("BODY", body).replace("ROLE", repr(role))
-        self.monkeypatch.setattr(launch, "_TRAINER", (sys.executable, "-c", text))
-
-    def start(self, role: Role = Role.MERGE) -> launch.Process:
-        order = RoleArguments(role, 0, Path("p"), "a", Path("c"), Path("t"), lock=self.lock)
-        return self.trainer.start(order, self.directory / f"{role}.log")
-
-
-def test_roles_are_forks_of_one_process_and_tell_how_they_ended(served: Served, tmp_path: Path):
-    served.program("echo $PPID; exit 3")
-    parents = []
-    for role in (Role.PREFLIGHT, Role.TRAIN, Role.TRAIN):
-        with running(served.start(role), served.interruption) as process:
-            assert process.wait(60) == process.poll() == 3
-        parents.append((tmp_path / f"{role}.log").read_text().split()[-1])
-    assert len(set(parents)) == 1
-    os.kill(int(parents[0]), 0)
-    served.trainer.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(parents[0]), 0)
+    def start(self, script: str) -> launch.Process:
+        """Run a script, which has written "ready" when this returns."""
+        self.monkeypatch.setattr(launch, "_TRAINER", ("sh", "-c", script, "role"))
+        order = RoleArguments(Role.MERGE, 0, Path("p"), "a", Path("c"), Path("t"), lock=self.lock)
+        process = launch.start_role(order, self.log)
+        deadline = time.monotonic() + 300
+        while not self.log.read_text().startswith("ready"):
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+        return process
 
 
-def test_a_role_that_needs_the_network_is_a_process_of_its_own(served: Served, tmp_path: Path):
-    served.program("exit 3")
-    for role in (Role.FETCH, Role.PUBLISH):
-        with running(served.start(role), served.interruption) as process:
-            assert process.wait(60) == 5
-        assert (tmp_path / f"{role}.log").read_text() == f"own process {role}\n"
+def test_a_role_is_told_its_parent_and_holds_the_lock(roles: Roles) -> None:
+    held = f"readlink /proc/$$/fd/{roles.lock}"
+    with running(roles.start(f'echo ready "$@" $({held}); exit 3'), roles.interruption) as process:
+        assert process.wait(60) == 3
+    assert roles.log.read_text().split()[1] == "merge"
+    assert roles.log.read_text().endswith(f"--parent {os.getpid()} {roles.directory / 'lock'}\n")
 
 
-def test_signals_reach_the_role_and_leave_the_server_alone(served: Served, tmp_path: Path):
-    served.program("trap 'echo saved; exit 43' TERM; echo $PPID; while :; do sleep 0.05; done")
-    with running(served.start(), served.interruption) as left, pytest.raises(subprocess.TimeoutExpired):
-        left.wait(0.5)
+def test_a_role_that_is_left_is_killed_and_a_signal_reaches_the_next_one(roles: Roles) -> None:
+    script = "trap 'echo saved; exit 43' TERM; echo ready; while :; do sleep 0.05; done"
+    with running(roles.start(script), roles.interruption) as left:
+        pass
     assert left.poll() == -signal.SIGKILL
-    with running(served.start(Role.TRAIN), served.interruption) as process:
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.5)
+    with running(roles.start(script), roles.interruption) as process:
         os.kill(os.getpid(), signal.SIGTERM)
         assert process.wait(60) == 43
-    said = [(tmp_path / f"{role}.log").read_text().split()[-1:] for role in (Role.MERGE, Role.TRAIN)]
-    assert said[1] == ["saved"]
-    os.kill(int(said[0][0]), 0)
+    assert roles.log.read_text().split()[-1] == "saved"
 
 
-def test_a_trainer_that_dies_ends_its_role_and_the_next_one_gets_another(served: Served, tmp_path: Path):
-    served.program("exit 3", body="sys.exit('no torch')")
-    process = served.start()
-    assert process.wait(60) == 1
-    assert (tmp_path / f"{Role.MERGE}.log").read_text() == "imports\nno torch\n"
-    served.program("exit 3")
-    assert served.start().wait(60) == 3
-
-
-def test_a_signal_while_the_trainer_imports_ends_it(served: Served):
-    served.program("exit 3", body="import time; time.sleep(600)")
-    with running(served.start(), served.interruption) as process:
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert process.wait(60) == -signal.SIGTERM
-
-
-SAVES_SLOWLY = "trap 'sleep 1.5; echo saved; exit 43' TERM; while :; do sleep 0.05; done"
+SAVES_SLOWLY = "trap 'sleep 1.5; echo saved; exit 43' TERM; echo ready; while :; do sleep 0.05; done"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_sent_twice_at_once_is_one_and_what_it_does_is_told(
-    served: Served, tmp_path: Path, told: list[str], number: signal.Signals
-):
-    served.program(SAVES_SLOWLY)
-    with running(served.start(), served.interruption) as process:
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.3)
+    roles: Roles, told: list[str], number: signal.Signals
+) -> None:
+    with running(roles.start(SAVES_SLOWLY), roles.interruption) as process:
         for _ in range(2):
             os.kill(os.getpid(), number)
         (text,) = told
         assert text.startswith("stopping: ")
         assert "Ctrl-C once more" in text
         assert process.wait(60) == 43
-    assert (tmp_path / "merge.log").read_text() == "imports\nsaved\n"
+    assert roles.log.read_text() == "ready\nsaved\n"
 
 
-def test_the_second_signal_ends_it_at_once(served: Served, tmp_path: Path, told: list[str]):
-    served.program("trap '' TERM; while :; do sleep 0.05; done")
-    with running(served.start(), served.interruption) as process:
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.3)
+def test_the_second_signal_ends_it_at_once(roles: Roles, told: list[str]) -> None:
+    with running(roles.start("trap '' TERM; echo ready; while :; do sleep 0.05; done"), roles.interruption) as process:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1.1)
         os.kill(os.getpid(), signal.SIGINT)

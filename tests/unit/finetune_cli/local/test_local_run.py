@@ -108,7 +108,7 @@ def test_the_checkpoints_that_training_tells_of_are_its_progress(
     place, attempts = RunDirectory(tmp_path), list[int]()
 
     def launched(*arguments: Any) -> TerminationReport:
-        attempts.append(arguments[1].attempt)
+        attempts.append(arguments[0].attempt)
         kept = read_record(place.record)
         # Before anything runs under a number it is used up, whoever is killed then.
         assert kept is not None

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.claims import claims_of
-from finetune_cli.local.launch import Interruption, Trainer
+from finetune_cli.local.launch import Interruption
 from finetune_cli.local.local_run import LocalRun
 from finetune_cli.local.replay import (
     SCRATCH_CLAIM,
@@ -99,7 +99,7 @@ def test_inputs_are_read_where_they_are_and_a_missing_claim_is_named(tmp_path: P
     (workspace / "preflight.json").write_text("{}")
     (workspace / "checkpoints/step-0000000002").mkdir(parents=True)
     (workspace / "checkpoints/step-0000000002/manifest.json").write_text("{}")
-    replay = Replay(PLAN, claims, tmp_path / "scratch", Trainer())
+    replay = Replay(PLAN, claims, tmp_path / "scratch")
     replay.take_inputs(["step-0000000002"])
     model = PLAN.model.location.claim
     assert (replay.place.claims / model).resolve() == tmp_path / model
@@ -133,7 +133,7 @@ def test_a_base_with_added_tokens_is_on_the_scratch_claim_too(
 
     if not may_link:
         monkeypatch.setattr("os.link", refuse)
-    replay = Replay(PLAN, claims, tmp_path / "scratch", Trainer())
+    replay = Replay(PLAN, claims, tmp_path / "scratch")
     replay.take_inputs([])
     taken = replay.workspace.base_with_tokens
     assert (taken / "model.safetensors").read_text() == "weights"
@@ -161,7 +161,7 @@ def test_roles_run_one_after_the_other_in_a_directory_that_the_trainer_s_process
     for place in claims.values():
         place.mkdir()
     view = LiveView(Console(file=io.StringIO()), "again")
-    with Replay(PLAN, claims, tmp_path / "scratch", Trainer()) as replay:
+    with Replay(PLAN, claims, tmp_path / "scratch") as replay:
         for role in (Role.PREFLIGHT, Role.TRAIN):
             replay.run((role,), view, Interruption(), ranks=None)
     os.close(kept[0])

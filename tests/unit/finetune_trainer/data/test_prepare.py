@@ -57,7 +57,7 @@ def plan(**changes):
 
 
 def prepared(claims, data_plan, **settings):
-    return prepare(data_plan, claims, claims / "models", word_tokenizer(), claims / "prepared", **settings)
+    return prepare(data_plan, claims, claims / "models", word_tokenizer(), claims / "prepared", **{"num_workers": 0, **settings})
 
 
 def documents(split):
@@ -125,7 +125,7 @@ def test_text_that_the_tokenizer_does_not_know_is_told_of(claims, completion, un
     write_records(claims, [{"prompt": "b c ", "completion": completion}])
     tokenizer = word_tokenizer()
     tokenizer.unk_token = unknown
-    found = prepare(plan(), claims, claims / "models", tokenizer, claims / "prepared").findings
+    found = prepare(plan(), claims, claims / "models", tokenizer, claims / "prepared", num_workers=0).findings
     assert [(finding.rule, finding.severity) for finding in found] == [("data-unknown-tokens", severity)][: severity is not None]
     assert all("1 of its 5 tokens" in finding.message or "3 of its 6" in finding.message for finding in found)
 
@@ -312,7 +312,7 @@ def chats(claims, family, *answers, **changes):
     turns = [{"role": "assistant", "content": answer} if isinstance(answer, str) else answer for answer in answers]
     write_records(claims, [{"messages": [{"role": "user", "content": "q"}, turn]} for turn in turns])
     settings = {"format": DataFormat.CHAT, "loss_on": LossOn.ASSISTANT, "max_sequence_length": 100} | changes
-    return prepare(plan(**settings), claims, claims / "models", family.tokenizer(), claims / "prepared")
+    return prepare(plan(**settings), claims, claims / "models", family.tokenizer(), claims / "prepared", num_workers=0)
 
 
 def test_what_the_template_leaves_out_is_a_warning_of_the_records_that_are_kept(claims):

@@ -1,13 +1,14 @@
 """A chat template that comes to no end is a finding that names the template and the record, and nothing waits for it."""
 
 import json
+import sys
 
 import psutil
 import pytest
 
 from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_trainer.data import file_parts as parts
-from finetune_trainer.data import prepare, render_limit, workers
+from finetune_trainer.data import prepare, render_limit, worker, workers
 from finetune_trainer.data.records import Record
 from finetune_trainer.data.tokenize import EndlessTemplateError, tokenize
 from tests.unit.finetune_trainer.data.chat_templates import CHATML
@@ -34,11 +35,25 @@ def chats(boom_at=None, count=20, name=""):
     return [[{"role": "user", "content": word}, {"role": "assistant", "content": f"answer to {word}"}] for word in words]
 
 
+SHORT_WORKER = f"""
+import runpy, sys
+from finetune_trainer.data import render_limit
+render_limit.RENDER_SECONDS, render_limit.END_SECONDS = 0.5, 1.0
+sys.argv[1:] = sys.argv[3:]
+runpy.run_module("{worker.__name__}", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.fixture(autouse=True)
-def short(monkeypatch):
+def short(monkeypatch, tmp_path):
     monkeypatch.setattr(render_limit, "RENDER_SECONDS", 0.5)
     monkeypatch.setattr(render_limit, "END_SECONDS", 1.0)
     monkeypatch.setattr(workers, "END_SECONDS", 1.0)
+    (tmp_path / "short.py").write_text(SHORT_WORKER)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path / "short.py"} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(workers.sys, "executable", str(python))
 
 
 @pytest.fixture

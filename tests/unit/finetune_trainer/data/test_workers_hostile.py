@@ -10,22 +10,19 @@ import psutil
 import pytest
 
 from finetune_job.api.inputs import DataFormat, LossOn
-from finetune_trainer.data import worker, workers
+from finetune_trainer.data import workers
 from finetune_trainer.data.file_parts import (
     DOCUMENT_TYPE,
     FilePart,
     PartFilesError,
-    PartResult,
     PartSettings,
     PartTask,
     documents_file,
     read_documents,
 )
-from finetune_trainer.data.workers import WorkerError, in_fork, in_workers
+from finetune_trainer.data.workers import WorkerError, in_workers
 from finetune_trainer.files import SpecialFileError
 from tests.support.living import living
-from tests.unit.finetune_trainer.data.tokenizers_by_hand import word_tokenizer
-from tests.unit.finetune_trainer.processes.hostile_children import opened, taken_over
 
 SAID = {
     "garbage": "wrote something else than a result",
@@ -66,42 +63,44 @@ def fails(results: Generator[Any], said: str) -> None:
 
 
 @pytest.mark.parametrize("behaviour", SAID)
-def test_a_forked_worker_that_was_taken_over_is_an_error(
+def test_a_worker_that_was_taken_over_is_an_error(
     behaviour: str, task: PartTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, trap = opened(), tmp_path / "trap"
-    monkeypatch.setattr(worker, "work_on", lambda *_: taken_over(behaviour, before, trap))
-    fails(in_fork(iter([task]), word_tokenizer()), SAID[behaviour])
+    trap = tmp_path / "trap"
+    stand_in(tmp_path, monkeypatch, HOSTILE, behaviour, str(trap))
+    fails(in_workers(iter([task]), 1, tmp_path, allow_remote_code=False), SAID[behaviour])
     assert not trap.exists()
 
 
-@pytest.mark.parametrize("behaviour", SAID)
-def test_a_started_worker_that_was_taken_over_is_an_error(
-    behaviour: str, task: PartTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "hostile.py").write_text(HOSTILE)
-    python, trap = tmp_path / "python", tmp_path / "trap"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path / "hostile.py"} {behaviour} {trap} "$3"\n')
+def stand_in(directory: Path, monkeypatch: pytest.MonkeyPatch, program: str, *arguments: str) -> None:
+    """Have this program started in place of the one that forks workers; its last argument is the settings."""
+    (directory / "hostile.py").write_text(program)
+    python = directory / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {directory / "hostile.py"} {" ".join(arguments)} "$3"\n')
     python.chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[4]), *sys.path]))
     monkeypatch.setattr(workers.sys, "executable", str(python))
-    fails(in_workers(iter([task]), 1, tmp_path, allow_remote_code=False), SAID[behaviour])
-    assert not trap.exists()
+
+
+ANSWERS_UNASKED = """
+import json, sys
+from socket import socket
+from finetune_trainer.data.file_parts import PartResult
+from finetune_trainer.data.messages import result_line
+connection = socket(fileno=json.loads(sys.argv[1])["descriptors"][0][0])
+answer = result_line(PartResult())
+while True:
+    connection.sendall(answer)
+"""
 
 
 def test_a_worker_that_reads_nothing_is_an_error(task: PartTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers before it is asked, so that more and more tasks wait for it."""
     monkeypatch.setattr(workers, "TAKING_SECONDS", 0.5)
-    answer = worker.result_line(PartResult())
-
-    def answers_unasked(connection: Any, *_: Any) -> None:
-        while True:
-            connection.sendall(answer)
-
-    monkeypatch.setattr(worker, "serve", answers_unasked)
+    stand_in(tmp_path, monkeypatch, ANSWERS_UNASKED)
     tasks: Iterator[PartTask] = (task for _ in range(1_000_000))
     with pytest.raises(WorkerError, match=r"took no task|something else"):
-        for _ in in_fork(tasks, word_tokenizer()):
+        for _ in in_workers(tasks, 1, tmp_path, allow_remote_code=False):
             pass
 
 

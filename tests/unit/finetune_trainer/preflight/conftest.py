@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from finetune_job.plan.digest import plan_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity
 from finetune_trainer.context import RunContext
+from finetune_trainer.preflight import job_steps
 from tests.support import quickstart
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -73,3 +75,9 @@ def context(claims, manifest):
         return RunContext(plan, plan_sha256(plan), claims, 0)
 
     return made
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    """Data is prepared in this process: to start workers takes longer than to read what these tests have."""
+    monkeypatch.setattr(job_steps, "prepare", partial(job_steps.prepare, num_workers=0))

@@ -286,7 +286,7 @@ def test_a_process_that_does_not_answer_is_no_verdict(
 
 def test_without_torch_another_process_makes_it(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a pod, whose preflight does without."""
-    monkeypatch.setattr(added_tokens, "torch_is_kept_out", lambda: True)
+    monkeypatch.setattr(added_tokens, "torch_is_here", lambda: False)
     job = context(ADDED)
     seen = preflight.PreflightInspection(job)
     preflight.run_steps(preflight.CHECKS[:3], seen)

@@ -20,6 +20,7 @@ from finetune_job.failures import FailureClass
 from finetune_trainer.errors import classify
 from finetune_trainer.preflight.model_process import ModelCheckError, ModelCheckKilledError, check_model
 from finetune_trainer.processes import sandbox
+from finetune_trainer.processes.child import ChildOutput, fork
 from finetune_trainer.roles import rehearse
 from finetune_trainer.roles.rehearse import ModelProcess
 from tests.support.forked_ranks import run_processes
@@ -49,8 +50,7 @@ def _fork(context, work, answer):
     _others.update(_pipes_to_write_to())
     if work is not None:
         rehearse.check_within_bounds = work
-    with ModelProcess(context, is_forked=True) as process:
-        assert process._child.pid != os.getpid()
+    with _ForkedProcess(context) as process:
         try:
             found = process.check()
         except ModelCheckError as error:
@@ -59,6 +59,25 @@ def _fork(context, work, answer):
             os.dup2(nothing.fileno(), process._commands)
         assert process._child.wait(120.0) == 0, "it ends when nobody can tell it anything any more"
     answer.write_bytes(pickle.dumps(found))
+
+
+class _ForkedProcess(ModelProcess):
+    """The process as a fork of this one, so that what it does can be replaced here."""
+
+    def _start(self, commands):
+        reading, writing = os.pipe()
+
+        def work():
+            os.close(self._commands)
+            devices = os.environ.get(rehearse.DEVICES)
+            os.environ.update(rehearse.on_cpu())
+            with os.fdopen(writing, "w") as answer:
+                model, scratch = self._context.base_model.absolute(), self._scratch.absolute()
+                rehearse._obey(rehearse._Order(self._context.plan, model, scratch, answer), commands, devices)
+
+        child = fork(work, ChildOutput(reading, rehearse.ANSWER_BYTES))
+        os.close(writing)
+        return child
 
 
 def test_a_fork_of_a_process_that_has_imported_finds_the_same(context, model):

@@ -40,7 +40,7 @@ def test_time_grows_with_the_larger_side_and_the_square_of_the_smaller_one() -> 
 
 def test_a_process_without_torch_lets_another_one_compute_them(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     job = context({INIT: "olora"})
-    monkeypatch.setattr(model_process, "torch_is_kept_out", lambda: True)
+    monkeypatch.setattr(model_process, "torch_is_here", lambda: False)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     assert computed_first_values(job) == file_sha256(job.workspace.first_values)
 
@@ -49,7 +49,7 @@ def test_a_process_without_torch_lets_another_one_compute_them(context: Any, mon
 def test_a_process_that_fails_says_why(
     context: Any, monkeypatch: pytest.MonkeyPatch, code: int, raised: type[ModelCheckError]
 ) -> None:
-    monkeypatch.setattr(model_process, "torch_is_kept_out", lambda: True)
+    monkeypatch.setattr(model_process, "torch_is_here", lambda: False)
     monkeypatch.setattr(model_process, "start_answering", lambda *_: None)
     monkeypatch.setattr(model_process, "wait_for_answer", lambda *_: ChildEnd(code, b""))
     with pytest.raises(raised, match="decomposes the base's weights") as problem:

@@ -120,6 +120,25 @@ def test_several_children_are_seen_as_they_end_and_time_passes_meanwhile() -> No
     assert seen.count(None) > 2
 
 
+FORKS_NEXT_TO_A_THREAD = """
+import os, threading
+from finetune_trainer.processes.child import ThreadsAtForkError, fork
+fork(lambda: print("alone")).join()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+try:
+    fork(lambda: print("forked"))
+except ThreadsAtForkError as error:
+    print(f"process {os.getpid()} cannot be forked" in str(error), str(error).count("python"))
+"""
+
+
+def test_a_process_with_threads_is_not_forked() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKS_NEXT_TO_A_THREAD], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert ended.stdout.split() == ["alone", "True", "1"], ended.stderr
+
+
 def test_a_program_reads_what_it_is_given_and_answers() -> None:
     given = b"x" * 1_000_000  # more than a pipe holds
     command = [sys.executable, "-c", "import sys; print(len(sys.stdin.buffer.read()))"]

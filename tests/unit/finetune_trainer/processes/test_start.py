@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from finetune_trainer.processes import start
-from finetune_trainer.processes.start import keep_bitsandbytes_out, name_of_process, name_process, preload_for_forks
+from finetune_trainer.processes.start import keep_bitsandbytes_out, name_of_process, name_process
 from tests.support.forked_ranks import run_processes
 from tests.support.tiny_model import plan_of, tiny_spec
 
@@ -144,21 +143,6 @@ def test_bitsandbytes_that_is_there_already_stays(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "bitsandbytes", pytest)
     keep_bitsandbytes_out(plan_of(tiny_spec()))
     assert sys.modules["bitsandbytes"] is pytest
-
-
-@pytest.mark.parametrize(
-    ("quantization", "expected"),
-    [(None, ("a", "b")), ({"bits": 4}, ("torch.distributed.run", "transformers"))],
-)
-def test_what_may_touch_the_device_is_imported_by_forks(
-    quantization: dict[str, Any] | None, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    imported: list[str] = []
-    monkeypatch.setattr(start, "preload", lambda *modules: imported.extend(modules))
-    method = {"type": "LoRA"} if quantization is None else {"type": "QLoRA", "quantization": quantization}
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    preload_for_forks(plan_of(tiny_spec(method=method)), "a", "b")
-    assert tuple(imported) == expected
 
 
 def _named() -> bool:

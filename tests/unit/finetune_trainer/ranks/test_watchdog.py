@@ -19,7 +19,7 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.ranks import watchdog
 from finetune_trainer.ranks.gang import joined
 from finetune_trainer.ranks.reports import read_rank_reports, root_cause
-from finetune_trainer.ranks.stalls import StallTimeouts, flight_recorder_name, stacks_name
+from finetune_trainer.ranks.stalls import JOIN, StallTimeouts, flight_recorder_name, stacks_name
 from finetune_trainer.ranks.watchdog import STEP, Heartbeat, Watchdog
 from tests.support.forked_ranks import run_processes
 from tests.support.tiny_model import run_context, tiny_spec
@@ -75,7 +75,7 @@ def run(
     tmp_path: Path, fault: Callable[[], None] | None = None, export_seconds: float = 0.0, silence: float = 3.0, step: float = 1.0
 ) -> tuple[RunContext, list[int]]:
     context = run_context(tmp_path, tiny_spec())
-    allowed = StallTimeouts(step=step, long=60.0, silence=silence)
+    allowed = StallTimeouts(step=step, long=60.0, start=60.0, silence=silence)
     with tempfile.TemporaryDirectory() as directory:
         store = f"file://{directory}/store"
         codes = run_processes(
@@ -115,6 +115,40 @@ def test_a_rank_that_is_stopped_is_named_by_the_others(tmp_path: Path) -> None:
     assert not (context.workspace.stacks(0) / stacks_name(1)).exists()
 
 
+def _never_joins(context: RunContext, store: str, rank: int, world_size: int) -> int:
+    allowed = StallTimeouts(step=600.0, long=600.0, start=3.0, silence=3.0)
+    watchdog.stall_timeouts = lambda _seconds: allowed  # type: ignore[assignment]
+    heartbeat = Heartbeat()
+    heartbeat.begin(JOIN, 0)
+    with Watchdog(context, heartbeat, rank=rank, world_size=world_size, node_rank=rank).watching():
+        if rank == 1:
+            wait_for_data_that_never_comes()
+        with joined(rank, world_size, rank, store):
+            return 1
+
+
+def test_a_rank_that_never_joins_the_others_is_named_long_before_a_step_would_be(tmp_path: Path) -> None:
+    context = run_context(tmp_path, tiny_spec())
+    store = f"file://{tmp_path}/store"
+    assert run_processes([partial(_never_joins, context, store, rank, 2) for rank in (0, 1)]) == [ECHO, STALLED]
+    cause = cause_of(context)
+    assert (cause.failure, cause.rank) == (FailureClass.STALLED, 1)
+    assert "since 'join' at step 0; it is at ranks/test_watchdog.py" in cause.message
+    assert "wait_for_data_that_never_comes" in cause.exception
+    assert "init_process_group" in (context.workspace.stacks(0) / stacks_name(0)).read_text()
+
+
+def _waits_for_a_rank_that_is_not_there(context: RunContext, store: str) -> int:
+    threading.Timer(12.0, os._exit, (7,)).start()
+    return _never_joins(context, store, 0, 2)
+
+
+def test_waiting_for_a_rank_whose_node_is_not_there_yet_is_no_stall(tmp_path: Path) -> None:
+    context = run_context(tmp_path, tiny_spec())
+    assert run_processes([partial(_waits_for_a_rank_that_is_not_there, context, f"file://{tmp_path}/store")]) == [7]
+    assert read_rank_reports(context.workspace.reports("train", 0)) == []
+
+
 def test_waiting_for_a_long_export_is_no_stall(tmp_path: Path) -> None:
     # Rank 1 waits in a barrier for several times as long as its own allowance and a silence. On a machine that does much else a
     # step may take more than a second.
@@ -133,7 +167,7 @@ def test_a_rank_ends_even_where_nothing_can_be_written(tmp_path: Path, is_writab
 
 
 def _alone(context: RunContext) -> int:
-    watchdog.stall_timeouts = lambda _seconds: StallTimeouts(step=0.2, long=0.2, silence=1.0)  # type: ignore[assignment]
+    watchdog.stall_timeouts = lambda _seconds: StallTimeouts(step=0.2, long=0.2, start=0.2, silence=1.0)  # type: ignore[assignment]
     with Watchdog(context, Heartbeat(), rank=0, world_size=1, node_rank=0).watching():
         threading.Event().wait()
     return 0

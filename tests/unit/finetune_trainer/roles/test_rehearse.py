@@ -80,7 +80,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
         told.clear()
         stand_in.job, stand_in.verdict, stand_in.is_rehearsing = job, verdict, False
         monkeypatch.setattr(preflight, "ModelProcess", stand_in)
-        monkeypatch.setattr(preflight, "torch_is_kept_out", lambda: True)
+        monkeypatch.setattr(preflight, "torch_is_here", lambda: False)
         return preflight.run(job), list(told)
 
     return run
@@ -212,7 +212,7 @@ def test_the_budget_of_a_rehearsal_is_processor_time_beyond_what_came_before(
 def test_an_accepted_job_is_rehearsed_and_nothing_is_left(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # Below the limit of the test itself. What else bounds it is processor time, of which it takes a small part.
     monkeypatch.setattr(process, "SECONDS", 540.0)
-    monkeypatch.setattr(preflight, "torch_is_kept_out", lambda: True)
+    monkeypatch.setattr(preflight, "torch_is_here", lambda: False)
     job = context({"preflight.rehearsal": "Run"})
     result = preflight.run(job)
     assert result.outcome is Outcome.SUCCEEDED, result

@@ -1,4 +1,4 @@
-"""How torchrun is told of a node, and when ranks may be forks. What it does with them: test_train.py."""
+"""The arguments of torchrun on a node. What it does with them: test_train.py."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.roles.torchrun import Launch, start_method_of_ranks, torchrun_arguments
+from finetune_trainer.roles.torchrun import Launch, torchrun_arguments
 from finetune_trainer.roles.train import supervise
-from tests.support.forked_ranks import run_processes
 from tests.support.tiny_model import run_context, tiny_spec
 
 
@@ -19,10 +17,10 @@ def test_fewer_ranks_than_the_plans_are_all_of_a_gang_that_adds_up_in_order(tmp_
     nodes = {"nodes": 2, "processesPerNode": 4, "fsdp": {"version": 2}}
     ordered = run_context(tmp_path, tiny_spec(parallelism=nodes, training={"reduction": "Ordered", "globalBatchSize": 8}))
     launch = Launch(Path("plan.json"), 0, "train-0.tiny", 29400, 0)
-    told = torchrun_arguments(replace(ordered, until_step=4), replace(launch, ranks=3), tmp_path, "fork")
+    told = torchrun_arguments(replace(ordered, until_step=4), replace(launch, ranks=3), tmp_path)
     assert told[-2:] == ["--until-step", "4"]
     assert [told[told.index(name) + 1] for name in ("--nnodes", "--nproc-per-node", "--master-addr")] == ["1", "3", "127.0.0.1"]
-    told = torchrun_arguments(ordered, launch, tmp_path, "fork")
+    told = torchrun_arguments(ordered, launch, tmp_path)
     assert [told[told.index(name) + 1] for name in ("--nnodes", "--nproc-per-node", "--master-addr")] == [
         "2",
         "4",
@@ -30,7 +28,7 @@ def test_fewer_ranks_than_the_plans_are_all_of_a_gang_that_adds_up_in_order(tmp_
     ]
     # An attempt of an elastic gang: fewer nodes, with all of their processes.
     for nodes, address in ((1, "127.0.0.1"), (2, "train-0.tiny")):
-        told = torchrun_arguments(ordered, replace(launch, nodes=nodes), tmp_path, "fork")
+        told = torchrun_arguments(ordered, replace(launch, nodes=nodes), tmp_path)
         assert [told[told.index(name) + 1] for name in ("--nnodes", "--nproc-per-node", "--master-addr")] == [
             str(nodes),
             "4",
@@ -39,13 +37,3 @@ def test_fewer_ranks_than_the_plans_are_all_of_a_gang_that_adds_up_in_order(tmp_
     for other, said in ((replace(launch, ranks=3), "--ranks 3: "), (replace(launch, nodes=1), "--nodes 1: ")):
         with pytest.raises(ConfigError, match=said):
             supervise(run_context(tmp_path / "fast", tiny_spec()), other)
-
-
-def _forks_after_touching() -> bool:
-    torch.cuda.device_count()
-    return start_method_of_ranks() == "fork"
-
-
-def test_ranks_are_not_forked_where_a_device_was_touched() -> None:
-    """torch notes that it was asked for devices, whether there are any or not: a fork after that could not use one."""
-    assert run_processes([_forks_after_touching]) == [0]

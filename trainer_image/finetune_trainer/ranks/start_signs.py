@@ -1,0 +1,52 @@
+"""What a rank leaves for its node's supervisor before it imports or joins anything: its process id and a way to its stacks.
+
+Both are files in the directory of the rank's output pipe, which is on the node: no workspace has to be there for them.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+_STACKS_BYTES = 1 << 16
+
+
+def leave_start_signs(directory: Path, local_rank: int) -> None:
+    """Say that this rank has started. From now on SIGUSR1 writes the stacks of all its threads, even where none can run.
+
+    Raises OSError.
+    """
+    stacks = os.open(_stacks(directory, local_rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    _started(directory, local_rank).write_text(str(os.getpid()))
+
+
+def read_started(directory: Path, ranks: range) -> dict[int, int]:
+    """The process id of each of a node's ranks that has started; `ranks`: their global numbers."""
+    return dict(_read(directory, ranks))
+
+
+def _read(directory: Path, ranks: range) -> Iterable[tuple[int, int]]:
+    for local_rank, rank in enumerate(ranks):
+        with suppress(OSError, ValueError):
+            yield rank, int(_started(directory, local_rank).read_text())
+
+
+def start_stacks(directory: Path, local_rank: int) -> str:
+    """The stacks that this rank wrote, empty if it could not."""
+    try:
+        return _stacks(directory, local_rank).read_bytes()[-_STACKS_BYTES:].decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _started(directory: Path, local_rank: int) -> Path:
+    return directory / f"started-{local_rank}"
+
+
+def _stacks(directory: Path, local_rank: int) -> Path:
+    return directory / f"stacks-{local_rank}"

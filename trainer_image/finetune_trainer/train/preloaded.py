@@ -1,0 +1,11 @@
+"""Importing this module imports what a rank needs of libraries, for the fork server of ranks.
+
+A plan that may pack its base does without it: bitsandbytes, which PEFT imports then, asks for the device when it is imported, and
+no fork could use the device afterwards.
+"""
+
+from finetune_trainer.processes.start import compile_conversions, keep_bitsandbytes_out, preload
+
+keep_bitsandbytes_out()
+preload("finetune_trainer.train.rank")
+compile_conversions()
