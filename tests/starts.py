@@ -36,6 +36,7 @@ STACK_SECONDS = 60.0
 """For one process. The debugger reads a gigabyte of symbols first."""
 MOST_SHOWN = 2
 """Hung gangs of which stacks are printed."""
+PROGRESS = 50
 TRAINED, HUNG = "trained", "hung"
 _starting = threading.Lock()
 
@@ -118,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for result in threads.map(start, range(options.runs)):
             results.append(result)
             loads.append(os.getloadavg()[0])
+            if len(results) % PROGRESS == 0:
+                print(f"{len(results)} of {options.runs} have ended", flush=True)
     ends = Counter(end for end, _ in results)
     durations = [seconds for _, seconds in results]
     told = ", ".join(f"{count} {end}" for end, count in sorted(ends.items()))

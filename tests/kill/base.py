@@ -13,9 +13,11 @@ from pathlib import Path
 from random import Random
 
 from finetune_trainer.context import RunContext
+from finetune_trainer.preflight import added_tokens
 from finetune_trainer.preflight.added_tokens import add_tokens
 from finetune_trainer.preflight.checks import JobInspection
 from tests.kill.moments import Hook, Moment, OutputTo, random_moment
+from tests.support.forked_base import start_forked
 from tests.support.forked_ranks import run_processes
 
 USUAL_SECONDS = 0.5
@@ -91,6 +93,7 @@ def make_base_with_kills(
 
 
 def _add_tokens(context: RunContext, disturbances: Sequence[OutputTo | Moment]) -> int:
+    added_tokens._start = start_forked
     for each in disturbances:
         each.arm(0)
     found = list(add_tokens(JobInspection(context)))

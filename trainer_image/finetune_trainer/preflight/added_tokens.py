@@ -17,8 +17,7 @@ from finetune_trainer.files import link_root
 from finetune_trainer.preflight.checks import JobInspection, nothing_refused
 from finetune_trainer.preflight.model_process import ModelCheckError, ModuleWork, answer_of
 from finetune_trainer.preflight.token_rows import found_tokens
-from finetune_trainer.processes.child import parse_answer
-from finetune_trainer.processes.start import torch_is_here
+from finetune_trainer.processes.child import Child, parse_answer
 
 log = logging.getLogger(__name__)
 SAVED = "modulesToSave"
@@ -62,7 +61,7 @@ def _remove_if_refused(seen: JobInspection, order: BaseOrder) -> None:
 def make_base(order: BaseOrder) -> tuple[list[Finding], AddedTokens | None]:
     """Why it cannot be made; or nothing, and what was made. Raises ModelCheckError, OSError."""
     try:
-        answered = _answer(order)
+        answered = answer_of(_start(order), "adds tokens to the base model", _FIX)
     except ModelCheckError:
         remove_made(order.record, order.target)  # of a process that was killed as much as it had written
         raise
@@ -73,14 +72,8 @@ def make_base(order: BaseOrder) -> tuple[list[Finding], AddedTokens | None]:
     return found, None if found else read_added_tokens(order.record)
 
 
-def _answer(order: BaseOrder) -> bytes:
-    """The answer of a process of its own where this one does without torch. Raises ModelCheckError, OSError."""
-    if torch_is_here():
-        from finetune_trainer.model.base_with_tokens import answer
-
-        return answer(order)
-    work = ModuleWork("finetune_trainer.model.base_with_tokens", (), order.model_dump_json().encode())
-    return answer_of(work.start(), "adds tokens to the base model", _FIX)
+def _start(order: BaseOrder) -> Child:
+    return ModuleWork("finetune_trainer.model.base_with_tokens", (), order.model_dump_json().encode()).start()
 
 
 def chosen_rows(seen: JobInspection) -> Iterable[Choice]:

@@ -116,8 +116,8 @@ def test_what_ends_one_of_many_processes_is_a_finding_and_the_rest_is_only_check
             yield next(results)
             children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
             (loader,) = [child for child in children if "finetune_trainer.data.worker" in child.cmdline()]
-            for worker in loader.children():
-                worker.send_signal(render_limit.ENDED_BY)
+            for process in loader.children():
+                process.send_signal(render_limit.ENDED_BY)
             yield from results
 
         consume(spoilt(), *more)

@@ -13,8 +13,9 @@ from finetune_job.plan.digest import plan_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity
 from finetune_trainer.context import RunContext
-from finetune_trainer.preflight import job_steps
+from finetune_trainer.preflight import added_tokens, job_steps
 from tests.support import quickstart
+from tests.support.forked_base import start_forked
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 PAIRS = [
@@ -79,5 +80,6 @@ def context(claims, manifest):
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
-    """Data is prepared in this process: to start workers takes longer than to read what these tests have."""
+    """Starting the processes that prepare data and write a base takes longer than their work here."""
+    monkeypatch.setattr(added_tokens, "_start", start_forked)
     monkeypatch.setattr(job_steps, "prepare", partial(job_steps.prepare, num_workers=0))

@@ -31,6 +31,8 @@ from tests.support.tiny_model import plan_of, tiny_spec
 
 TOOL, STEP = {"content": "<|tool|>", "special": True}, {"content": "<step>"}
 ADDED = {"model.addedTokens": [TOOL, STEP]}
+START_PROGRAM = added_tokens._start
+"""What the tests of this folder replace by a fork."""
 
 
 @pytest.fixture
@@ -284,9 +286,8 @@ def test_a_process_that_does_not_answer_is_no_verdict(
         run(context(ADDED))
 
 
-def test_without_torch_another_process_makes_it(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a pod, whose preflight does without."""
-    monkeypatch.setattr(added_tokens, "torch_is_here", lambda: False)
+def test_a_program_of_its_own_makes_it(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(added_tokens, "_start", START_PROGRAM)
     job = context(ADDED)
     seen = preflight.PreflightInspection(job)
     preflight.run_steps(preflight.CHECKS[:3], seen)

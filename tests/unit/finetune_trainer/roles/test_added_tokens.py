@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from finetune_trainer.context import RunContext, read_plan
 from finetune_trainer.errors import ModelError
 from finetune_trainer.inspection.audit import inspect_run
 from finetune_trainer.inspection.report import read_report
+from finetune_trainer.preflight import added_tokens, job_steps
 from finetune_trainer.roles import audit
 from finetune_trainer.roles.merge import merge
 from finetune_trainer.roles.preflight import run
 from tests.support import quickstart
+from tests.support.forked_base import start_forked
 from tests.support.forked_ranks import Fault, run_gang
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
 
@@ -54,6 +57,13 @@ def job(root: Path, *, tied: bool, num_ranks: int = 1, dtype: torch.dtype = torc
     result = run(context)
     assert result.outcome is Outcome.SUCCEEDED, result
     return context.with_trained_rows()
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To start the processes that write the base and prepare data takes longer than their work here."""
+    monkeypatch.setattr(added_tokens, "_start", start_forked)
+    monkeypatch.setattr(job_steps, "prepare", partial(job_steps.prepare, num_workers=0))
 
 
 def trained(context: RunContext) -> None:
