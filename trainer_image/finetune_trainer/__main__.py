@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from finetune_trainer.processes.start import (
     keep_torch_out,
     map_torch_libraries,
     preload,
+    start_no_threads,
 )
 from finetune_trainer.termination import run_role
 
@@ -63,8 +63,7 @@ def _fetch(context: RunContext, arguments: argparse.Namespace) -> TerminationRep
 def _preflight(context: RunContext, _arguments: argparse.Namespace) -> TerminationReport:
     if not context.plan.model.allow_remote_code:
         keep_torch_out()
-    # numpy's linear algebra, which nothing here uses, would start threads, and this process is forked.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    start_no_threads()
     from finetune_trainer.roles.preflight import run
 
     return run(context)

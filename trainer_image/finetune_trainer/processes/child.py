@@ -28,7 +28,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import TypeAdapter
 
-from finetune_trainer.processes.start import die_with
+from finetune_trainer.processes.start import NO_THREADS, die_with
 
 ENDING_SECONDS = 60.0
 """What a child may take to end after it has closed its output. It ends at once, but the memory of many of them has to be
@@ -256,9 +256,9 @@ def start(
 ) -> Child:
     """A program that reads `given` from its standard input. It has to call `die_with` itself. output: of what it writes.
 
-    It may fork: numpy's linear algebra, which nothing here uses, starts no threads in it.
+    It may fork: libraries start no threads in it.
     """
-    environment = {"OPENBLAS_NUM_THREADS": "1", **environment}
+    environment = {**NO_THREADS, **environment}
     # A file and not a pipe: a child that does not read must not hold up its parent.
     with os.fdopen(os.memfd_create("given"), "w+b") as file:
         file.write(given)

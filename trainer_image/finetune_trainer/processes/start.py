@@ -31,6 +31,9 @@ _TORCH_LIBRARIES = {"libtorch_global_deps.so": os.RTLD_GLOBAL, "libtorch_cpu.so"
 """In the order and with the flags of torch's own import."""
 _bringing = threading.Lock()
 _mapping: list[threading.Thread] = []
+NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Variables with which numpy's linear algebra and tokenizers start no threads. A process that may be forked sets them before it
+imports either."""
 NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 """Keeps transformers from saying that torch is missing."""
 
@@ -65,6 +68,12 @@ def name_of_process(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
     except OSError:
         return ""
+
+
+def start_no_threads() -> None:
+    """Have libraries that this process has not imported yet start no threads, unless its environment says otherwise."""
+    for name, value in NO_THREADS.items():
+        os.environ.setdefault(name, value)
 
 
 def keep_torch_out() -> None:
@@ -150,10 +159,9 @@ def _keep_out(module: str) -> None:
 def preload(*modules: str) -> None:
     """Import what this process will need. The collector does not run meanwhile, and never visits what is there afterwards.
 
-    What torch and the libraries around it bring lives as long as the process: collections would go through it in vain. numpy's
-    linear algebra, which nothing here uses, starts no threads, which would spin for a moment and must not be there at a fork.
+    What torch and the libraries around it bring lives as long as the process: collections would go through it in vain.
     """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    start_no_threads()
     for thread in _mapping:
         thread.join()
     gc.disable()

@@ -48,7 +48,15 @@ from finetune_trainer.processes.child import (
     wait_for_line,
 )
 from finetune_trainer.processes.sandbox import WALL_SECONDS
-from finetune_trainer.processes.start import NO_ADVICE, compile_conversions, die_with, end, keep_bitsandbytes_out, preload
+from finetune_trainer.processes.start import (
+    NO_ADVICE,
+    compile_conversions,
+    die_with,
+    end,
+    keep_bitsandbytes_out,
+    preload,
+    start_no_threads,
+)
 from finetune_trainer.rehearsal.verdicts import not_done_finding
 
 log = logging.getLogger(__name__)
@@ -209,6 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--devices", help=f"{DEVICES} for the look at the model; the rehearsal has none")
     arguments = parser.parse_args(argv)
     die_with(arguments.parent)
+    start_no_threads()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answer:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
