@@ -13,7 +13,6 @@ from finetune_operator.cluster.access import load_configuration
 from finetune_operator.cluster.accounts import Accounts
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
-from finetune_operator.cluster.checkpoint_boost import CheckpointBoost
 from finetune_operator.cluster.discovery import wait_for_crds
 from finetune_operator.cluster.execute import Executor
 from finetune_operator.cluster.failed_passes import FailedPasses
@@ -184,7 +183,6 @@ async def _lead(
         ACCOUNTS: accounts.run,
         "progress poll": poll.run,
         "profiles": profiles.run,
-        "checkpoint boost": CheckpointBoost(api, cache, poll).run,
         "relist": relisting.run,
         "loop lag": lambda: measure_loop_lag(metrics.lagged),
         "events": recorder.run,

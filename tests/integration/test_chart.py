@@ -86,14 +86,12 @@ def test_wrong_values_are_refused(installed: Installed, setting: str) -> None:
 
 def test_what_kueue_is_told_takes_rights_that_are_given_on_request(installed: Installed) -> None:
     queues = {("kueue.x-k8s.io", kind, "get") for kind in ("localqueues", "clusterqueues")}
-    patches = {("batch", "jobs", "patch"), ("kueue.x-k8s.io", "workloads", "patch"), *queues}
+    patches = {("batch", "jobs", "patch"), *queues}
     for arguments in ([], ["--set", "namespaces={team-a}"]):
         kind = "Role" if arguments else "ClusterRole"
         assert not patches & rules_of(of_kind(rendered(installed, *arguments), kind))
         jobs = rules_of(of_kind(rendered(installed, "--set", "kueue.patchJobs=true", *arguments), kind))
         assert patches & jobs == {("batch", "jobs", "patch")}
-        workloads = rules_of(of_kind(rendered(installed, "--set", "kueue.patchWorkloads=true", *arguments), kind))
-        assert patches & workloads == {("kueue.x-k8s.io", "workloads", "patch")}
         assert patches & rules_of(of_kind(rendered(installed, "--set", "kueue.readQueues=true", *arguments), kind)) == queues
 
 

@@ -131,7 +131,7 @@ No Secrets: pods name them, the operator never reads them. No creating of pods: 
 # Why Kueue holds a Job back. Where Kueue is not installed this names nothing.
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]
-  verbs: [list{{ if .Values.kueue.patchWorkloads }}, patch{{ end }}]
+  verbs: [list]
 {{- if .Values.kueue.readQueues }}
 - apiGroups: [kueue.x-k8s.io]
   resources: [localqueues, clusterqueues]

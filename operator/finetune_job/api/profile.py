@@ -161,9 +161,6 @@ class KueueSettings(ApiModel):
     """Whether training takes its place in the queue when preflight begins, and is admitted once preflight has passed. If not, it
     comes to the queue after preflight. Needs Kueue 0.19, or 0.17 with its feature gate AdmissionGatedBy: a Kueue without it
     admits training at once."""
-    checkpoint_priority_boost: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """By how much the priority of running training rises while it trains on from its last checkpoint, so that a queue preempts
-    the job that loses least: 0 right after a checkpoint, all of it before the next. Needs Kueue's feature gate PriorityBoost."""
 
 
 class ElasticSettings(ApiModel):

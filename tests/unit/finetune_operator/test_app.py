@@ -15,8 +15,6 @@ from aiohttp import web
 
 from finetune_operator import app
 from finetune_operator.app import run
-from finetune_operator.cluster.answers import ApiUnreachableError
-from finetune_operator.cluster.checkpoint_boost import CheckpointBoost
 from finetune_operator.health import Health, HttpServer
 from finetune_operator.settings import Settings, Timeouts
 from tests.unit.finetune_operator.test_watch import TEAM, WatchedServer
@@ -169,21 +167,6 @@ def test_relist_that_fails_for_whatever_reason_is_counted_and_ends_nothing(
         assert not operator.task.done()
 
     assert against(cluster, scenario, tmp_path, monkeypatch) == 0
-
-
-def test_boosts_that_fail_are_started_again_and_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetune_operator.background.PAUSE_SECONDS", 0.01)
-
-    async def away(_: CheckpointBoost) -> None:
-        raise ApiUnreachableError("away")
-
-    monkeypatch.setattr(CheckpointBoost, "run", away)
-
-    async def scenario(operator: Operator) -> None:
-        await operator.wait_for("/metrics", 200, 'finetune_background_failures_total{task="checkpoint boost"}')
-        await operator.wait_for("/readyz", 200)
-
-    assert against(EmptyCluster(), scenario, tmp_path, monkeypatch) == 0
 
 
 def test_first_list_that_is_refused_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
