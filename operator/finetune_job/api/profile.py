@@ -167,7 +167,8 @@ class ElasticSettings(ApiModel):
     """How patient elastic jobs (`spec.parallelism.elastic`) are. Frozen with a job's plan."""
 
     shrink_after_seconds: Annotated[int, Field(ge=10, le=86_400)] = 300
-    """How long a gang waits for nodes for all of its pods before it starts on those that it has got, if they are enough."""
+    """How long a gang waits for nodes for all of its pods before it starts on those that it has got, if they are enough. A gang
+    that its queue does not admit for so long asks the queue for fewer nodes: for half, or for those that it had before."""
     grow_after_seconds: Annotated[int, Field(ge=10, le=604_800)] = 1800
     """How long a smaller gang trains before all nodes are asked for again, after its next checkpoint. Twice as long after each
     time that they could not be had, up to eight times. A gang of a queue gives back what it has to ask for more. So it asks only
