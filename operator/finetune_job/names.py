@@ -89,19 +89,6 @@ def plan_configmap_name(job: str) -> str:
     return _shortened(job, "-plan", 63)
 
 
-def gang_configmap_name(job: str) -> str:
-    """Name of the ConfigMap from which the pods of a gang learn how many they are, if its queue decides that."""
-    return _shortened(job, "-nodes", 63)
-
-
-GANG_NODES_KEY_PREFIX = "attempt-"
-
-
-def gang_nodes_key(attempt: int) -> str:
-    """Key of an attempt in that ConfigMap: pods of another attempt do not find it, and wait."""
-    return f"{GANG_NODES_KEY_PREFIX}{attempt}"
-
-
 def service_name(job: str) -> str:
     """Name of the headless Service of the gang; part of every rank's DNS name, hence at most 63 characters."""
     return _shortened(job, "-gang", 63)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 from kubernetes.aio.client.configuration import Configuration
 
@@ -13,22 +14,14 @@ from finetune_operator.cluster.access import load_configuration
 from finetune_operator.cluster.accounts import Accounts
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
-from finetune_operator.cluster.checkpoint_boost import CheckpointBoost
 from finetune_operator.cluster.discovery import wait_for_crds
 from finetune_operator.cluster.execute import Executor
 from finetune_operator.cluster.failed_passes import FailedPasses
 from finetune_operator.cluster.fence import Fence
 from finetune_operator.cluster.gather import Gatherer
 from finetune_operator.cluster.in_flight import RequestLimiter
-from finetune_operator.cluster.kinds import LEASES, PROFILES, Kind
-from finetune_operator.cluster.leadership import (
-    CLAIM_LABEL,
-    Candidacy,
-    LeadershipThread,
-    RivalReleases,
-    claim_metadata,
-    claim_name,
-)
+from finetune_operator.cluster.kinds import PROFILES, Kind
+from finetune_operator.cluster.leadership import LeadershipThread
 from finetune_operator.cluster.lease import Elector, LeaseObject, LeaseTiming
 from finetune_operator.cluster.ledger import accounts_name
 from finetune_operator.cluster.profile_status import ProfileStatus
@@ -74,11 +67,13 @@ async def run(settings: Settings, timeouts: Timeouts) -> int:
     _log.info("listening", address=server.address[0], port=server.address[1], identity=settings.identity)
     beat = asyncio.create_task(_beat(health))
     configuration = await load_configuration()
-    leadership = LeadershipThread(lambda: _candidacy(configuration, settings, timeouts), health.standing_by)
+    leadership = LeadershipThread(lambda: _elector(configuration, settings, timeouts))
     api = _leaders_api(configuration, settings, timeouts, metrics, leadership.fence)
     try:
         if not await _run_unless_stopped(stopping, _wait_for_crds(configuration, timeouts, metrics)):
             return 0
+        # A standby is ready: it has nothing to catch up with until it leads, and a rolling update waits for readiness.
+        health.is_ready = True
         leadership.start()
         if not await _run_unless_stopped(stopping, leadership.held.wait()):
             return 0
@@ -184,7 +179,6 @@ async def _lead(
         ACCOUNTS: accounts.run,
         "progress poll": poll.run,
         "profiles": profiles.run,
-        "checkpoint boost": CheckpointBoost(api, cache, poll).run,
         "relist": relisting.run,
         "loop lag": lambda: measure_loop_lag(metrics.lagged),
         "events": recorder.run,
@@ -238,21 +232,12 @@ async def _wait_for_first(*things: Awaitable[object]) -> None:
             task.cancel()
 
 
-async def _candidacy(configuration: Configuration, settings: Settings, timeouts: Timeouts) -> Candidacy:
+@asynccontextmanager
+async def _elector(configuration: Configuration, settings: Settings, timeouts: Timeouts) -> AsyncIterator[Elector]:
+    """The elector of this replica, with connections of its own."""
     api = Api(configuration, request_timeout=timeouts.lease_renew_deadline / 2)
-    release = f"{settings.lease_namespace}/{settings.lease_name}"
-    lease = LeaseObject(api, settings.lease_namespace, settings.lease_name)
-    claim = LeaseObject(api, settings.claim_namespace, claim_name(release), claim_metadata(settings.namespaces))
-
-    async def read_claims() -> list[Document]:
-        return (await api.list(LEASES, settings.claim_namespace, label_selector=f"{CLAIM_LABEL}=true"))[0]
-
     timing = LeaseTiming(timeouts.lease_duration, timeouts.lease_renew_deadline, timeouts.lease_retry)
-    claim_timing = LeaseTiming(timeouts.claim_duration, timeouts.claim_renew_deadline, timeouts.claim_retry)
-    return Candidacy(
-        lease=Elector(lease, settings.identity, timing),
-        claim=Elector(claim, release, claim_timing),
-        rivals=RivalReleases(read_claims, release, settings.namespaces),
-        retry=timeouts.lease_retry,
-        close=api.close,
-    )
+    try:
+        yield Elector(LeaseObject(api, settings.lease_namespace, settings.lease_name), settings.identity, timing)
+    finally:
+        await api.close()

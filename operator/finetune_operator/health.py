@@ -26,15 +26,7 @@ class Health:
         self._beat = clock()
         self.is_ready = False
         """Standing by, or working with a complete cache."""
-        self.why_not_ready = WAITING
         self.is_leading = False
-
-    def standing_by(self, refusal: str) -> None:
-        """A standby is ready: it has nothing to catch up with until it leads, and a rolling update waits for readiness. One that
-        may not serve at all, for the reason given, is not.
-        """
-        self.is_ready = not refusal
-        self.why_not_ready = refusal or WAITING
 
     def beat(self) -> None:
         """The main loop is alive."""
@@ -66,7 +58,7 @@ def health_server(
         {
             "/metrics": lambda: Answer(generate_latest(registry), CONTENT_TYPE_LATEST),
             "/healthz": lambda: verdict(health.is_alive, "the main loop is stalled"),
-            "/readyz": lambda: verdict(health.is_ready, health.why_not_ready),
+            "/readyz": lambda: verdict(health.is_ready, WAITING),
         },
         name="health",
         gate=gate,

@@ -40,8 +40,6 @@ class Settings:
     lease_namespace: str
     """Namespace of the Lease that lets one replica work at a time."""
     lease_name: str
-    claim_namespace: str
-    """Namespace in which every release of the cluster says which namespaces it serves, so that no two serve the same."""
     identity: str
     """Holder written into the Lease. A process that finds its own identity there takes over at once, so no two processes
     that may live at the same time can share one; a pod's name has this property."""
@@ -74,10 +72,6 @@ class Timeouts:
     lease_renew_deadline: float = 10.0
     """A holder that could not renew for this long sends nothing, before any other may believe the lease expired."""
     lease_retry: float = 2.0
-    claim_duration: float = 60.0
-    claim_renew_deadline: float = 40.0
-    claim_retry: float = 10.0
-    """Of the claim to namespaces: nobody waits for it but another release, so it is renewed less often."""
     progress_period_longest: float = 60.0
     pending_events_after: float = 5.0
     """Pods pending for longer have their Events read, because a missing Secret or volume shows nowhere else."""
@@ -94,11 +88,6 @@ def parse_settings(arguments: list[str] | None = None) -> Settings:
     parser.add_argument("--namespace", action="append", default=[], metavar="NAME", help="watch only this namespace (repeatable)")
     parser.add_argument("--lease-namespace", default=os.environ.get("POD_NAMESPACE", "default"), help="namespace of the Lease")
     parser.add_argument("--lease-name", default="finetune-operator", help="name of the Lease")
-    parser.add_argument(
-        "--claim-namespace",
-        default="kube-system",
-        help="namespace in which all releases of the cluster keep their claims to the namespaces that they serve",
-    )
     parser.add_argument(
         "--identity",
         default=os.environ.get("POD_NAME") or f"{socket.gethostname()}-{os.getpid()}",
@@ -140,7 +129,6 @@ def parse_settings(arguments: list[str] | None = None) -> Settings:
         namespaces=tuple(sorted(set(given.namespace))),
         lease_namespace=given.lease_namespace,
         lease_name=given.lease_name,
-        claim_namespace=given.claim_namespace,
         identity=given.identity,
         listen_address=given.listen_address,
         listen_port=given.listen_port,

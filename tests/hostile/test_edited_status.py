@@ -22,7 +22,6 @@ from finetune_operator.decide.account import JobAccount, confirmed_by, with_deci
 from finetune_operator.decide.children_seen import (
     BatchJobView,
     ContainerEnd,
-    GangNodesView,
     JobConditionView,
     LiveChildren,
     LiveJob,
@@ -127,7 +126,6 @@ def batch_job(random: Random, role: Role, attempt: int) -> BatchJobView:
         conditions=tuple(found),
         suspended=random.random() < 0.3,
         parallelism=random.choice((None, 0, 1, 2, 4, 99, -4)),
-        takes_fewer=random.random() < 0.5,
         restarts_container=random.random() < 0.5,
         start_time=moment(random),
         deleting=random.random() < 0.1,
@@ -171,7 +169,6 @@ def observation(random: Random) -> Observed:
         jobs += [batch_job(random, role, number)] * (random.random() < 0.8)
         pods += [pod(random, role, number, rank) for rank in range(random.choice((0, 1, 4)))]
     leftovers = tuple(LiveJob(job.name, job.uid) for job in jobs if random.random() < 0.3)
-    told = GangNodesView("tune-nodes", "uid", random.choice((numbers[Role.TRAIN], -1, 0)), random.choice((0, 2, 4, 10**9 - 1)))
     return seen.but(
         status=status,
         batch_jobs=tuple(jobs),
@@ -179,7 +176,6 @@ def observation(random: Random) -> Observed:
         live=LiveChildren(leftovers) if random.random() < 0.6 else None,
         progress=progress(random, numbers[Role.TRAIN]) if random.random() < 0.6 else None,
         waiting_in_queue=random.choice((None, 0, 3)),
-        gang_nodes=told if random.random() < 0.5 else None,
     ).build()
 
 

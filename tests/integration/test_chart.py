@@ -86,14 +86,12 @@ def test_wrong_values_are_refused(installed: Installed, setting: str) -> None:
 
 def test_what_kueue_is_told_takes_rights_that_are_given_on_request(installed: Installed) -> None:
     queues = {("kueue.x-k8s.io", kind, "get") for kind in ("localqueues", "clusterqueues")}
-    patches = {("batch", "jobs", "patch"), ("kueue.x-k8s.io", "workloads", "patch"), *queues}
+    patches = {("batch", "jobs", "patch"), *queues}
     for arguments in ([], ["--set", "namespaces={team-a}"]):
         kind = "Role" if arguments else "ClusterRole"
         assert not patches & rules_of(of_kind(rendered(installed, *arguments), kind))
         jobs = rules_of(of_kind(rendered(installed, "--set", "kueue.patchJobs=true", *arguments), kind))
         assert patches & jobs == {("batch", "jobs", "patch")}
-        workloads = rules_of(of_kind(rendered(installed, "--set", "kueue.patchWorkloads=true", *arguments), kind))
-        assert patches & workloads == {("kueue.x-k8s.io", "workloads", "patch")}
         assert patches & rules_of(of_kind(rendered(installed, "--set", "kueue.readQueues=true", *arguments), kind)) == queues
 
 
@@ -296,6 +294,40 @@ def test_two_releases_of_one_name_serve_two_namespaces(installed: Installed, tmp
         installed.kube.delete("Namespace", "", "team-x")
     wait_until(lambda: installed.kube.get("FineTuneProfile", "", "second") is None, "the profile to go with its release", 60)
     assert profile(installed)
+
+
+def refusal(installed: Installed, *values: str, namespace: str = "elsewhere") -> str:
+    """Why a release is not installed; nothing if it would be. The definitions are the first release's."""
+    try:
+        settings = ("--set", "crds.enabled=false", *(part for value in values for part in ("--set", value)))
+        rendered(installed, "--dry-run=server", *settings, namespace=namespace)
+    except ClusterError as error:
+        return str(error)
+    return ""
+
+
+def test_a_release_is_refused_the_namespaces_of_another_one_that_runs(installed: Installed, workload: Workload) -> None:
+    """The release that the tests have installed is scaled to zero."""
+    assert refusal(installed) == ""
+    labels = {"app.kubernetes.io/instance": "theirs", "helm.sh/chart": "finetune-operator-0.0.1"}
+    pod = {"containers": [{"name": "operator", "image": "x", "args": ["--log-level=info", "--namespace=a", "--namespace=b"]}]}
+    template = {"metadata": {"labels": labels | {"app": "theirs"}}, "spec": pod}
+    spec = {"replicas": 1, "selector": {"matchLabels": {"app": "theirs"}}, "template": template}
+    theirs = {"metadata": {"name": "theirs", "labels": labels}, "spec": spec}
+    installed.kube.create("Deployment", workload.namespace, theirs)
+    said = f"release theirs in namespace {workload.namespace} serves {{}} already, and two releases must not serve the same"
+    assert said.format("a, b") in refusal(installed)
+    assert said.format("b") in refusal(installed, "namespaces={b,c}")
+    assert refusal(installed, "namespaces={c}") == ""
+    assert refusal(installed, "replicas=0") == ""
+    assert refusal(installed, "rbac.create=false") == "", "nobody without rights in the cluster can look"
+    installed.kube.patch("Deployment", workload.namespace, "theirs", {"spec": {"replicas": 0}})
+    assert refusal(installed) == ""
+    everywhere = {"spec": {"replicas": 1, "template": {"spec": {"containers": [{"name": "operator", "image": "x"}]}}}}
+    installed.kube.patch("Deployment", workload.namespace, "theirs", everywhere)
+    assert said.format("all namespaces") in refusal(installed)
+    assert said.format("c") in refusal(installed, "namespaces={c}")
+    installed.kube.delete("Deployment", workload.namespace, "theirs")
 
 
 def test_another_release_takes_over_the_definitions_and_leaves_them(installed: Installed, tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ VALUES: Mapping[str, Any] = {
     "trainerImage": {"registry": "registry.example", "repository": "ml/trainer", "digest": DIGEST},
     "replicas": 3,
     "revisionHistoryLimit": 7,
-    "claimNamespace": "leases",
     "logLevel": "debug",
     "resources": {"requests": {"cpu": "7", "memory": "6Gi"}, "limits": {"memory": "7Gi"}},
     "nodeSelector": {"disk": "fast"},
@@ -132,7 +131,6 @@ def test_the_deployment_is_what_the_values_say(documents: list[Document]) -> Non
         assert environment["NO_PROXY"] == ".svc"
     assert operator["args"] == [
         "--lease-name=tuning-adapt",
-        "--claim-namespace=leases",
         "--listen-port=9999",
         "--log-level=debug",
         "--workers=3",

@@ -1,14 +1,11 @@
-"""One release for a namespace, one replica of a release, and a server that goes away: on a real API server, with real
-processes."""
+"""One replica of a release works, and a server that goes away ends nothing: on a real API server, with real processes."""
 
 import signal
-from pathlib import Path
 
 import pytest
 
 from finetune_job.names import Role
-from tests.integration.conftest import RELEASE, SYSTEM, Installed, OperatorFactory
-from tests.integration.operator_process import ForkedOperator, OperatorProcess
+from tests.integration.conftest import Installed, OperatorFactory
 from tests.integration.workload import Workload
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.errors import wait_until
@@ -16,43 +13,6 @@ from tests.support.cluster.errors import wait_until
 pytestmark = pytest.mark.integration
 AWAY_SECONDS = 30
 """Longer than the lease lasts, and than kopf has patience by default."""
-
-
-def another_release(installed: Installed, log: Path, *arguments: str) -> OperatorProcess:
-    """As administrator: the chart gives a release rights to its own Leases only."""
-    lease = (f"--lease-namespace={SYSTEM}", "--lease-name=another", "--identity=another")
-    return ForkedOperator(installed.cluster.kubeconfig, log, *lease, *arguments)
-
-
-def test_second_release_refuses_the_namespaces_of_the_first_and_serves_them_after_it(
-    installed: Installed, workload: Workload, operator: OperatorFactory, tmp_path: Path
-) -> None:
-    first = operator()
-    first.wait_for_line("ready")
-    with another_release(installed, tmp_path / "another.log") as second:
-        reason = second.wait_for_line("refusing to serve")["reason"]
-        assert reason.startswith(f"release {SYSTEM}/{RELEASE} serves namespace {workload.namespace} already")
-        status, text = second.fetch("/readyz")
-        assert (status, text.strip()) == (503, reason)
-        assert second.fetch("/healthz")[0] == 200
-        workload.apply()
-        workload.wait_for_pods(Role.PREFLIGHT)
-        assert not second.lines("leading")
-        assert first.terminate() == 0
-        second.wait_for_line("leading")
-        workload.succeed(Role.PREFLIGHT)
-        workload.wait_for_pods(Role.TRAIN)
-        assert second.terminate() == 0
-
-
-def test_releases_of_different_namespaces_serve_side_by_side(
-    installed: Installed, workload: Workload, operator: OperatorFactory, tmp_path: Path
-) -> None:
-    operator().wait_for_line("ready")
-    with another_release(installed, tmp_path / "another.log", "--namespace=default") as second:
-        second.wait_for_line("ready")
-        assert not second.lines("refusing to serve")
-        assert second.terminate() == 0
 
 
 def test_leader_that_was_stopped_until_another_led_ends_without_a_write(workload: Workload, operator: OperatorFactory) -> None:

@@ -76,7 +76,7 @@ set to one namespace, for a user and a viewer with a RoleBinding there to the ch
 a ClusterRoleBinding. Everything else is as the chart has it by default. A test asks it all again.
 
 "all" is get, list, watch, create, update, patch, delete and deletecollection. Rights to single objects by their name are not
-here: the operator may also read the ClusterRoles that its profiles go with, change those profiles, and renew its two Leases. The
+here: the operator may also read the ClusterRoles that its profiles go with, change those profiles, and renew its Lease. The
 admission policies ([security.md](security.md)) end its rights further: it creates and deletes only what a FineTuneJob controls,
 and of a pod it changes only the label with its attempt.
 """

@@ -45,7 +45,6 @@ SAMPLES: Mapping[str, list[Any]] = {
     "trainerImage.tag": ["", "1.2.3"],
     "trainerImage.digest": ["", DIGEST],
     "namespaces": [[], ["matrix-a", "matrix-b"]],
-    "claimNamespace": ["kube-system", "matrix-a"],
     "resources.requests": [{"cpu": "100m", "memory": "256Mi"}, {"cpu": 1}],
     "resources.limits": [{"memory": "512Mi"}, {}],
     "runAsUser": [None, 1000650000],

@@ -39,7 +39,7 @@ def control_plane(request: pytest.FixtureRequest) -> Iterator[ControlPlane]:
 @pytest.fixture(scope="session")
 def chart_values() -> tuple[str, ...]:
     """What the operator needs to tell Kueue more than the queue."""
-    return ("kueue.patchJobs=true", "kueue.patchWorkloads=true", "kueue.readQueues=true")
+    return ("kueue.patchJobs=true", "kueue.readQueues=true")
 
 
 @pytest.fixture

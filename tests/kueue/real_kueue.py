@@ -65,7 +65,7 @@ def _configuration(webhook_port: int, health_port: int, certificates: Path) -> D
         "internalCertManagement": {"enable": False},
         "integrations": {"frameworks": ["batch/job"]},
         # Visibility would be an API server of its own, behind an APIService.
-        "featureGates": {"VisibilityOnDemand": False, "PriorityBoost": True},
+        "featureGates": {"VisibilityOnDemand": False},
     }
 
 

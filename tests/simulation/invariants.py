@@ -31,8 +31,6 @@ CALLS_PER_WINDOW = 150
 CALLS_PER_JOB = 60
 CREATES_PER_WINDOW = 12
 """Tries to create one and the same object."""
-FEWEST = "kueue.x-k8s.io/job-min-parallelism"
-"""Where a Job says with how many of its pods a queue may let it go."""
 STATUS_WRITES_PER_MINUTE = 30
 REWORDINGS_PER_MINUTE = 6
 
@@ -47,8 +45,6 @@ class Life:
     status_writes: list[float] = field(default_factory=list)
     rewordings: list[float] = field(default_factory=list)
     """Times of writes that changed nothing but messages of conditions."""
-    admitted: dict[int, set[int]] = field(default_factory=dict)
-    """Attempt of training -> with how many pods its queue has let it go."""
     transitions: int = 0
     """Changes of a condition's status or reason."""
     outcome: Document | None = None
@@ -82,8 +78,6 @@ class Invariants:
             self._job(change)
         elif change.kind == BATCH_JOBS and change.before is None and change.after is not None:
             self._batch_job(change.after, by_operator=change.by_operator)
-        elif change.kind == BATCH_JOBS and change.after is not None:
-            self._let_go(change.after)
         elif change.kind == PODS and change.before is None and change.after is not None:
             self._pod(change.after)
         elif change.kind == PODS and change.by_operator and change.after is not None:
@@ -117,9 +111,8 @@ class Invariants:
             old, new = before.get(name, 0), after.get(name, 0)
             self._expect(old <= new <= old + 1, f"{life.name}: the attempt of {role} went from {old} to {new}")
             if role == "train" and new == old:
-                size = after.get("gangNodes")
-                same = before.get("gangNodes") == size or size in life.admitted.get(new, ())
-                self._expect(same, f"{life.name}: the gang of attempt {new} got another size than its queue gave it")
+                same = before.get("gangNodes") == after.get("gangNodes")
+                self._expect(same, f"{life.name}: the gang of attempt {new} got another size")
             if new > old:
                 is_settled = _exists(life, after, role, old) or not self._was_recorded(after, role, old)
                 self._expect(is_settled, f"{life.name}: attempt {old} of {role} is recorded and was never created")
@@ -153,12 +146,6 @@ class Invariants:
         old_conditions = {item["type"]: (item["status"], item["reason"]) for item in before.get("conditions") or ()}
         for item in after.get("conditions") or ():
             life.transitions += old_conditions.get(item["type"]) != (item["status"], item["reason"])
-
-    def _let_go(self, job: Document) -> None:
-        """Note with how many pods a queue that may admit fewer has let a gang go."""
-        uid, _, attempt = self.place_of_job.get(job["metadata"]["uid"], ("", "", 0))
-        if uid in self.lives and FEWEST in (job["metadata"].get("annotations") or {}) and not job["spec"].get("suspend"):
-            self.lives[uid].admitted.setdefault(attempt, set()).add(job["spec"]["parallelism"])
 
     def _was_recorded(self, status: Document, role: str, number: int) -> bool:
         return any(item.get("role", "train") == role and item["number"] == number for item in status.get("attempts") or ())

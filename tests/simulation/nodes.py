@@ -44,8 +44,6 @@ class Nodes:
     nodes: list[Node] = field(default_factory=lambda: [Node("node-a"), Node("node-b"), Node("node-c")])
     processes: dict[str, str] = field(default_factory=dict)
     """UID of a pod whose process runs -> name of its node."""
-    told: dict[str, int] = field(default_factory=dict)
-    """UID of a pod -> how many pods it was told that there are, if it was told by a ConfigMap."""
     is_full: bool = False
     """Nobody is scheduled any more."""
     begun: dict[str, list[int]] = field(default_factory=dict)
@@ -108,15 +106,6 @@ class Nodes:
                 warn(self.server, "Pod", pod, "FailedMount", f'MountVolume.SetUp failed: configmap "{name}" not found')
                 self._waiting(pod, "ContainerCreating")
                 return
-        for variable in pod["spec"]["containers"][0]["env"]:
-            source = (variable.get("valueFrom") or {}).get("configMapKeyRef")
-            found = self.server.get(CONFIG_MAPS, namespace, source["name"]) if source else None
-            if source and source["key"] not in ((found or {}).get("data") or {}):
-                said = f'configmap "{source["name"]}" not found' if found is None else f"couldn't find key {source['key']}"
-                self._waiting(pod, "CreateContainerConfigError", f"{said} in ConfigMap {namespace}/{source['name']}")
-                return
-            if source and found is not None:
-                self.told[pod["metadata"]["uid"]] = int(found["data"][source["key"]])
         if not node.starts_pods:
             warn(self.server, "Pod", pod, "Failed", "Failed to pull image: connection refused")
             self._waiting(pod, "ImagePullBackOff")
@@ -181,9 +170,9 @@ class Nodes:
         rules = pod["spec"]["containers"][0].get("restartPolicyRules") or ()
         return any(rule["action"] == "Restart" and code in rule["exitCodes"]["values"] for rule in rules)
 
-    def _waiting(self, pod: Document, reason: str, message: str = "") -> None:
+    def _waiting(self, pod: Document, reason: str) -> None:
         def change(item: Document) -> None:
-            statuses = [{"name": "trainer", "state": {"waiting": {"reason": reason, "message": message}}}]
+            statuses = [{"name": "trainer", "state": {"waiting": {"reason": reason}}}]
             item["status"] = {**item["status"], "containerStatuses": statuses}
 
         self.server.update(PODS, pod, change)

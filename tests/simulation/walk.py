@@ -201,7 +201,7 @@ def queue_changes(world: World, rng: random.Random) -> str | None:
     if job is None:
         return None
     suspend = is_gated(job) or (not job["spec"].get("suspend") and rng.random() < 0.3)
-    (world.hold if suspend else world.let_go)(job)
+    world.server.update(BATCH_JOBS, job, lambda item: item["spec"].update(suspend=suspend))
     return f"{job['metadata']['name']}: {'preempted' if suspend else 'admitted'}"
 
 

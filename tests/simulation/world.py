@@ -31,7 +31,7 @@ from tests.simulation.controllers import (
     is_true,
     phase_of,
 )
-from tests.simulation.invariants import FEWEST, Invariants, is_gated, orphans
+from tests.simulation.invariants import Invariants, is_gated, orphans
 from tests.simulation.nodes import ROOM, Nodes
 from tests.simulation.operator_process import OperatorProcess
 from tests.simulation.transport import Weather
@@ -81,8 +81,6 @@ class World:
         """UIDs of objects whose dependents a user orphaned."""
         self.manifests: dict[tuple[str, str], Document] = {}
         self.lost_nodes_are_off = False
-        self.asked: dict[str, int] = {}
-        """UID of a Job that a queue has admitted -> how many pods it asked for."""
 
     def _watched(self, change: Change) -> None:
         if self.operator is not None:
@@ -149,24 +147,10 @@ class World:
         return any(LABEL_MANAGED_BY not in item["metadata"]["labels"] for item in jobs)
 
     def admit_all(self) -> None:
-        """The queue has room for every Job, or for a part of those that need no more."""
+        """The queue has room for every Job."""
         for job in self.server.all(BATCH_JOBS):
             if job["spec"].get("suspend") and not is_gated(job):
-                self.let_go(job)
-
-    def let_go(self, job: Document) -> None:
-        """The queue admits a Job, perhaps with fewer pods: it lowers parallelism and completions in the same write."""
-        pods = self.asked.setdefault(job["metadata"]["uid"], job["spec"]["completions"])
-        fewest = (job["metadata"].get("annotations") or {}).get(FEWEST)
-        given = pods if fewest is None else self.random.randint(int(fewest), pods)
-        change = {"suspend": False, "parallelism": given, "completions": given}
-        self.server.update(BATCH_JOBS, job, lambda item: item["spec"].update(change))
-
-    def hold(self, job: Document) -> None:
-        """The queue takes a Job back, which then asks for all of its pods again."""
-        pods = self.asked.get(job["metadata"]["uid"], job["spec"]["completions"])
-        change = {"suspend": True, "parallelism": pods, "completions": pods}
-        self.server.update(BATCH_JOBS, job, lambda item: item["spec"].update(change))
+                self.server.update(BATCH_JOBS, job, lambda item: item["spec"].update(suspend=False))
 
     @staticmethod
     def _try(action: Any) -> None:
@@ -199,9 +183,6 @@ class World:
             num_done = sum(phase_of(pod) == "Succeeded" for pod in pods)
             if live and len(live) + num_done == job["spec"]["completions"] and "deletionTimestamp" not in job["metadata"]:
                 nodes = [self.nodes.node(pod["spec"]["nodeName"]) for pod in live]
-                # Ranks that were told different numbers wait for each other without end.
-                if {self.nodes.told.get(pod["metadata"]["uid"], num_done + len(live)) for pod in live} != {num_done + len(live)}:
-                    continue
                 if all(node is not None and node.answers for node in nodes):
                     found.append(job)
         return found

@@ -30,7 +30,6 @@ from finetune_operator.children.claims import claims_named_by
 from finetune_operator.decide.children_seen import (
     BatchJobView,
     ConfigMapView,
-    GangNodesView,
     JobConditionView,
     LiveChildren,
     PodView,
@@ -159,7 +158,6 @@ class ObservedBuilder:
     namespace: NamespaceView | None = None
     role: Role = Role.PREFLIGHT
     progress: Progress | None = None
-    gang_nodes: GangNodesView | None = None
     nodes_seen: tuple[NodeView, ...] = ()
     waiting_in_queue: int | None = None
 
@@ -321,7 +319,6 @@ class ObservedBuilder:
             batch_jobs=self.batch_jobs,
             pods=self.pods,
             plan=plan,
-            gang_nodes=self.gang_nodes,
             service_uid="uid-service" if self.service_exists else "",
             claims=frozenset(claims_named_by(parsed.spec, name)) - self.missing_claims,
             conflicts=self.conflicts,

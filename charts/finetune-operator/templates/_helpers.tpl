@@ -71,6 +71,43 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- concat $environment .Values.extraEnv | toYaml -}}
 {{- end -}}
 
+{{/*
+Fails if another release serves a namespace of this one: both operators would write to the same jobs. A release that is scaled to
+zero serves none. Only the cluster can tell, so nothing is checked where Helm renders without one (`helm template`, Argo CD), nor
+where it is used without rights in the cluster.
+*/}}
+{{- define "finetune-operator.refuseSharedNamespaces" -}}
+{{- if and .Values.rbac.create (gt (int .Values.replicas) 0) -}}
+{{- range (lookup "apps/v1" "Deployment" "" "").items -}}
+{{- $labels := .metadata.labels | default dict -}}
+{{- $release := get $labels "app.kubernetes.io/instance" -}}
+{{- $isThisRelease := and (eq .metadata.namespace $.Release.Namespace) (eq $release $.Release.Name) -}}
+{{- if and (hasPrefix (printf "%s-" $.Chart.Name) (get $labels "helm.sh/chart")) (gt (int .spec.replicas) 0) (not $isThisRelease) -}}
+{{- $theirs := list -}}
+{{- range .spec.template.spec.containers -}}
+{{- range .args -}}
+{{- if hasPrefix "--namespace=" . -}}
+{{- $theirs = append $theirs (trimPrefix "--namespace=" .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $shared := concat $.Values.namespaces $theirs | default (list "all namespaces") -}}
+{{- if and $.Values.namespaces $theirs -}}
+{{- $shared = list -}}
+{{- range $.Values.namespaces -}}
+{{- if has . $theirs -}}
+{{- $shared = append $shared . -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if $shared -}}
+{{- fail (printf "release %s in namespace %s serves %s already, and two releases must not serve the same namespace: uninstall one of them, or give each its own list of namespaces" $release .metadata.namespace (join ", " $shared)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Claims that the job of `helm test` names: those of its pvc:// addresses, and its workspace. As a mapping, each once. */}}
 {{- define "finetune-operator.testClaims" -}}
 {{- range regexFindAll "\"pvc://[^/\"]+" (toJson .Values.test.job) -1 }}
@@ -131,7 +168,7 @@ No Secrets: pods name them, the operator never reads them. No creating of pods: 
 # Why Kueue holds a Job back. Where Kueue is not installed this names nothing.
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]
-  verbs: [list{{ if .Values.kueue.patchWorkloads }}, patch{{ end }}]
+  verbs: [list]
 {{- if .Values.kueue.readQueues }}
 - apiGroups: [kueue.x-k8s.io]
   resources: [localqueues, clusterqueues]

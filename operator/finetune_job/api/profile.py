@@ -161,16 +161,14 @@ class KueueSettings(ApiModel):
     """Whether training takes its place in the queue when preflight begins, and is admitted once preflight has passed. If not, it
     comes to the queue after preflight. Needs Kueue 0.19, or 0.17 with its feature gate AdmissionGatedBy: a Kueue without it
     admits training at once."""
-    checkpoint_priority_boost: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """By how much the priority of running training rises while it trains on from its last checkpoint, so that a queue preempts
-    the job that loses least: 0 right after a checkpoint, all of it before the next. Needs Kueue's feature gate PriorityBoost."""
 
 
 class ElasticSettings(ApiModel):
     """How patient elastic jobs (`spec.parallelism.elastic`) are. Frozen with a job's plan."""
 
     shrink_after_seconds: Annotated[int, Field(ge=10, le=86_400)] = 300
-    """How long a gang waits for nodes for all of its pods before it starts on those that it has got, if they are enough."""
+    """How long a gang waits for nodes for all of its pods before it starts on those that it has got, if they are enough. A gang
+    that its queue does not admit for so long asks the queue for fewer nodes: for half, or for those that it had before."""
     grow_after_seconds: Annotated[int, Field(ge=10, le=604_800)] = 1800
     """How long a smaller gang trains before all nodes are asked for again, after its next checkpoint. Twice as long after each
     time that they could not be had, up to eight times. A gang of a queue gives back what it has to ask for more. So it asks only

@@ -1,4 +1,4 @@
-"""What the operator reads of a frozen plan: as much as it builds children from and follows a run by, and nothing else.
+"""What the operator reads of a frozen plan: as much as it builds children from, and nothing else.
 
 The plan may come from any release, an earlier one or, after a rollback, a later one. Each class here is the base of the one
 that a container reads, so that one field has one definition. What only a container needs (methods, optimizers, sharding) is left
@@ -138,7 +138,7 @@ class Placement(PlacementModel):
 
     ADDED = frozenset(
         {
-            *("pods", "image_pull_secrets", "queue_during_preflight", "checkpoint_priority_boost", "requires_rehearsal"),
+            *("pods", "image_pull_secrets", "queue_during_preflight", "requires_rehearsal"),
             *("scratch_storage", "signing_key_secret", "supplemental_groups", "ca_bundle", "elastic", "gpu_product"),
             "restart_in_pod",
         }
@@ -163,8 +163,6 @@ class Placement(PlacementModel):
     """Secrets with which the trainer image is pulled."""
     queue_during_preflight: bool = False
     """Whether the training Job waits in its queue from the beginning of preflight on, gated until it has passed."""
-    checkpoint_priority_boost: int = 0
-    """The most by which the priority of running training rises between two checkpoints."""
     requires_rehearsal: bool = False
     """Whether preflight has to rehearse the job to the end."""
     scratch_storage: str | None = None
@@ -255,14 +253,6 @@ class Ranks(PlanModel):
         return (self.min_nodes or self.nodes) * self.processes_per_node
 
 
-class CheckpointInterval(PlanModel):
-    """When a checkpoint is due: after so many steps or seconds, whichever comes first."""
-
-    every_steps: int
-    every_seconds: int | None = None
-    """None: steps alone."""
-
-
 class MergeSwitch(PlanModel):
     """Merge and verification."""
 
@@ -270,7 +260,7 @@ class MergeSwitch(PlanModel):
 
 
 class LaunchPlan(PlanModel):
-    """The part of a RunPlan that decides which children a job has, and how far a run is from what it can resume from."""
+    """The part of a RunPlan that decides which children a job has."""
 
     version: Literal[1] = 1
     model: PlacedModel
@@ -279,7 +269,6 @@ class LaunchPlan(PlanModel):
     """None: everything is on claims."""
     method: TrainedParts
     parallelism: Ranks
-    checkpoint: CheckpointInterval
     merge: MergeSwitch
     workspace: ClaimPath
     """Directory of this job on the workspace claim."""

@@ -183,7 +183,6 @@ def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec, *, is_el
         ),
         image_pull_secrets=tuple(one.name for one in profile.image_pull_secrets or ()),
         queue_during_preflight=profile.kueue.queue_during_preflight,
-        checkpoint_priority_boost=profile.kueue.checkpoint_priority_boost,
         requires_rehearsal=profile.require_rehearsal,
         scratch_storage=profile.scratch_storage,
         ca_bundle=profile.ca_bundle,

@@ -17,7 +17,6 @@ from finetune_job.api.inputs import Attention, DataFormat, LossOn
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.api.training import ActivationCheckpointing, GradientReduction, OptimizerName, Precision, Scheduler
 from finetune_job.plan.launch_plan import (
-    CheckpointInterval,
     LaunchPlan,
     MergeSwitch,
     PlacedData,
@@ -167,9 +166,12 @@ class ParallelismPlan(Ranks):
         return self.world_size > 1 and self.fsdp.version == 2 and self.fsdp.reshard_after_forward is None
 
 
-class CheckpointPlan(CheckpointInterval):
-    """Checkpoints."""
+class CheckpointPlan(PlanModel):
+    """When a checkpoint is due, after so many steps or seconds, whichever comes first, and how it is kept."""
 
+    every_steps: int
+    every_seconds: int | None = None
+    """None: steps alone."""
     adaptive: bool = False
     """Whether losses make the interval shorter."""
     asynchronous: bool = False

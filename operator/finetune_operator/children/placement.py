@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from finetune_job.names import Role
-from finetune_job.plan.launch_plan import LaunchPlan, Placement
+from finetune_job.plan.launch_plan import Placement
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 QUEUE_PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
@@ -17,11 +17,6 @@ GATES_ANNOTATION = "kueue.x-k8s.io/admission-gated-by"
 """Names of gates with commas between them. Kueue keeps a Job with any of them in its queue and does not admit it. They can be set
 at its creation only, and taken off later. https://kueue.sigs.k8s.io/docs/reference/labels-and-annotations/"""
 PREFLIGHT_GATE = "finetune.dev/preflight"
-MIN_PARALLELISM_ANNOTATION = "kueue.x-k8s.io/job-min-parallelism"
-"""Pods with which Kueue may admit a Job if its quota has no room for all of them. It lowers the Job's parallelism before the pods
-exist, and puts it back when it suspends the Job."""
-EQUAL_COMPLETIONS_ANNOTATION = "kueue.x-k8s.io/job-completions-equal-parallelism"
-"""Kueue then lowers the completions as well."""
 
 
 def apply_placement(template: dict[str, Any], placement: Placement, role: Role) -> None:
@@ -60,11 +55,3 @@ def queue_labels(placement: Placement, role: Role) -> dict[str, str]:
         return {}
     priority = {} if pods.queue_priority_class_name is None else {QUEUE_PRIORITY_LABEL: pods.queue_priority_class_name}
     return {QUEUE_LABEL: pods.queue_name, **priority}
-
-
-def partial_admission(plan: LaunchPlan, placement: Placement, nodes: int) -> dict[str, str]:
-    """Annotations of a Job of so many training pods that let Kueue admit fewer of them; none if all are needed."""
-    fewest = plan.parallelism.min_nodes
-    if fewest is None or fewest >= nodes or placement.pods.train.queue_name is None:
-        return {}
-    return {MIN_PARALLELISM_ANNOTATION: str(fewest), EQUAL_COMPLETIONS_ANNOTATION: "true"}

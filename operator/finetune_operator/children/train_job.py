@@ -16,13 +16,11 @@ from finetune_job.names import (
     TRAIN_GRACE_PERIOD_SECONDS,
     Role,
     batch_job_name,
-    gang_configmap_name,
-    gang_nodes_key,
     master_address,
     service_name,
 )
 from finetune_operator.children.frozen_run import FrozenRun, Owner, labels, metadata
-from finetune_operator.children.placement import GATES_ANNOTATION, PREFLIGHT_GATE, partial_admission, queue_labels
+from finetune_operator.children.placement import GATES_ANNOTATION, PREFLIGHT_GATE, queue_labels
 from finetune_operator.children.pod_template import (
     DISRUPTION_FAILS_THE_JOB,
     INDEX_VARIABLE,
@@ -30,8 +28,6 @@ from finetune_operator.children.pod_template import (
     plan_arguments,
     pod_template,
 )
-
-NODES_VARIABLE = "GANG_NODES"
 
 
 def gated_train_job(run: FrozenRun, attempt: int, nodes: int | None = None) -> dict[str, Any]:
@@ -49,14 +45,10 @@ def train_job(run: FrozenRun, attempt: int, nodes: int | None = None) -> dict[st
     """The gang of one attempt: a pod per node, its completion index the node rank. nodes: None: those of the plan.
 
     `suspend` is left unset, because a queue's webhook sets it; no deadline and no time to live, because the operator owns both.
-    A queue that may admit fewer pods does so when their arguments are written already. So these name a variable from a ConfigMap
-    that is made once the queue has decided (`gang_configmap`); until then the kubelet starts no container.
     """
     # Names have room for the largest gang, so that they do not depend on the size of an attempt.
     owner, most = run.owner, run.plan.parallelism.nodes
     pods = most if nodes is None else nodes
-    fewer = partial_admission(run.plan, run.placement, pods)
-    told = f"$({NODES_VARIABLE})" if fewer else str(pods)
     arguments = [
         *plan_arguments(run, Role.TRAIN, attempt),
         "--node-rank",
@@ -66,15 +58,12 @@ def train_job(run: FrozenRun, attempt: int, nodes: int | None = None) -> dict[st
         "--master-port",
         str(RENDEZVOUS_PORT),
         # The plan's number otherwise: trainers of earlier releases know no other.
-        *(["--nodes", told] if run.plan.parallelism.min_nodes is not None else []),
+        *(["--nodes", str(pods)] if run.plan.parallelism.min_nodes is not None else []),
     ]
     template = pod_template(run, Role.TRAIN, attempt, arguments=arguments, grace_period_seconds=TRAIN_GRACE_PERIOD_SECONDS)
     template["spec"]["subdomain"] = service_name(owner.name)
     container = template["spec"]["containers"][0]
     container["env"].append(index_variable())
-    if fewer:
-        source = {"name": gang_configmap_name(owner.name), "key": gang_nodes_key(attempt)}
-        container["env"].append({"name": NODES_VARIABLE, "valueFrom": {"configMapKeyRef": source}})
     if run.placement.restart_in_pod and most == 1:
         _restart_in_pod(template["spec"], container)
     container["ports"] = [
@@ -92,7 +81,6 @@ def train_job(run: FrozenRun, attempt: int, nodes: int | None = None) -> dict[st
     }
     name, queue = batch_job_name(owner.name, Role.TRAIN, attempt, most), queue_labels(run.placement, Role.TRAIN)
     head = metadata(owner, name, role=Role.TRAIN, attempt=attempt, plan_sha256=run.plan_sha256, queue=queue)
-    head["annotations"].update(fewer)
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": head, "spec": spec}
 
 
@@ -109,20 +97,6 @@ def _restart_in_pod(pod: dict[str, Any], container: dict[str, Any]) -> None:
     label = {"path": ATTEMPT_FILE, "fieldRef": {"fieldPath": f"metadata.labels['{LABEL_ATTEMPT}']"}}
     pod["volumes"].append({"name": "attempt", "downwardAPI": {"items": [label]}})
     container["volumeMounts"].append({"name": "attempt", "mountPath": ATTEMPT_MOUNT, "readOnly": True})
-
-
-def gang_configmap(owner: Owner, attempt: int, nodes: int) -> dict[str, Any]:
-    """How many pods an attempt has, after its queue has said so.
-
-    It is replaced, never changed: a pod that has read another number is of a Job that is being ended or was suspended.
-    """
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata(owner, gang_configmap_name(owner.name), role=Role.TRAIN, attempt=attempt),
-        "immutable": True,
-        "data": {gang_nodes_key(attempt): str(nodes)},
-    }
 
 
 def gang_service(owner: Owner) -> dict[str, Any]:

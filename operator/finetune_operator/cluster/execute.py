@@ -21,7 +21,7 @@ from finetune_operator.cluster.object_key import belongs_to
 from finetune_operator.cluster.projection import utc_now
 from finetune_operator.cluster.recorder import EventRecorder
 from finetune_operator.decide.actions import Actions, Create, Delete, Relabel, Ungate
-from finetune_operator.decide.observed import JobView
+from finetune_operator.decide.observed import JobView, Observed
 from finetune_operator.decide.stage import is_started
 
 
@@ -54,9 +54,13 @@ class Executor:
         """Raises ApiError and ApiUnreachableError; what was done until then remains, and the next pass continues from there."""
         job = gathered.observed.job
         patch = {} if actions.status is None else merge_patch(gathered.raw_status, status_document(actions.status))
-        if starts(job, actions) and not self._reserve(job):
-            return PassOutcome.OUTDATED
-        refused = await (self._write_status(job, patch) if patch else self._give_back(job))
+        if starts(job, actions):
+            if not self._may_start(gathered.observed):
+                return PassOutcome.OUTDATED
+        elif self.cache.lines.is_starting(job.uid):
+            # A pass before this one has tried to start the job and has had no answer.
+            return await self._read_again(job)
+        refused = await self._write_status(job, patch) if patch else None
         if refused is not None:
             return refused
         has_effect = bool(patch)
@@ -85,7 +89,7 @@ class Executor:
             if error.is_not_found:
                 return PassOutcome.GONE
             if error.is_refusal:
-                self._end_reservation(job)
+                self.cache.lines.settle(job.uid)
             if not error.is_conflict:
                 raise
             return await self._read_again(job)
@@ -98,23 +102,13 @@ class Executor:
         if current is None:
             return PassOutcome.GONE
         self.cache.take(JOBS, current)
-        self._end_reservation(job)
+        self.cache.lines.settle(job.uid)
         return PassOutcome.OUTDATED
 
-    def _reserve(self, job: JobView) -> bool:
-        """Take a place among the active jobs of the line. Nothing may be awaited between the look and the reservation."""
-        held = self.cache.job_of_uid(job.uid)
-        return held is None or self.cache.lines.reserve(held)
-
-    def _end_reservation(self, job: JobView) -> None:
-        held = self.cache.job_of_uid(job.uid)
-        if held is not None and self.cache.lines.has_reserved(held):
-            self.cache.lines.give_back(held)
-
-    async def _give_back(self, job: JobView) -> PassOutcome | None:
-        """A pass that does not start the job: one before it may have tried to and has had no answer."""
-        held = self.cache.job_of_uid(job.uid)
-        return await self._read_again(job) if held is not None and self.cache.lines.has_reserved(held) else None
+    def _may_start(self, observed: Observed) -> bool:
+        """Whether there is still a place for the job in its line; then it is taken before anything is awaited."""
+        held = self.cache.job_of_uid(observed.job.uid)
+        return held is None or observed.line is None or self.cache.lines.start(held, observed.line.limit)
 
     async def _delete(self, job: JobView, delete: Delete) -> bool:
         """Whether the server accepted it."""

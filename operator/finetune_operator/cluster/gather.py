@@ -14,7 +14,7 @@ from random import random
 from typing import Any
 
 from finetune_job.api.job import FineTuneJobSpec
-from finetune_job.names import DEFAULT_PROFILE, gang_configmap_name, plan_configmap_name, service_name, workspace_claim_name
+from finetune_job.names import DEFAULT_PROFILE, plan_configmap_name, service_name, workspace_claim_name
 from finetune_job.progress import Progress
 from finetune_operator.children.claims import claims_named_by
 from finetune_operator.cluster.answers import ApiError
@@ -32,7 +32,7 @@ from finetune_operator.cluster.reader import Reader
 from finetune_operator.cluster.warning_events import WarningEvents
 from finetune_operator.cluster.workloads import Workloads, num_waiting
 from finetune_operator.decide.blocked import needs_live_list
-from finetune_operator.decide.children_seen import BatchJobView, GangNodesView, PodView
+from finetune_operator.decide.children_seen import BatchJobView, PodView
 from finetune_operator.decide.device_faults import nodes_in_question
 from finetune_operator.decide.finish import has_expired
 from finetune_operator.decide.job_numbers import job_number
@@ -202,7 +202,6 @@ class Gatherer:
             batch_jobs=batch_jobs,
             pods=_pods_that_count(self._cache.pods_of(uid), batch_jobs),
             plan=next((self._reader.plan(item) for item in config_maps if item.key.name == plan_configmap_name(name)), None),
-            gang_nodes=next((_gang_nodes(item) for item in config_maps if item.key.name == gang_configmap_name(name)), None),
             service_uid=next((item.key.uid for item in services if item.key.name == service_name(name)), ""),
         )
 
@@ -321,11 +320,6 @@ def _waits_for_name(observed: Observed) -> bool:
     """Whether nothing is created because a name is taken, perhaps for weeks: a live list would be for nothing, but at the end."""
     job = observed.job
     return bool(observed.vanishing or observed.conflicts) and not (is_ended(job.status) or job.deleting)
-
-
-def _gang_nodes(held: CachedObject) -> GangNodesView:
-    """What a ConfigMap of that name tells; what is not readable is taken away as a number of another attempt is."""
-    return held.gang_nodes or GangNodesView(held.key.name, held.key.uid, attempt=-1, nodes=0)
 
 
 def _named(objects: set[tuple[Kind, str]]) -> tuple[str, ...]:

@@ -180,11 +180,10 @@ def _holder(lease: Document) -> str:
 
 
 class LeaseObject:
-    """The Lease of one name in one namespace. `metadata`: its labels and annotations."""
+    """The Lease of one name in one namespace."""
 
-    def __init__(self, api: Api, namespace: str, name: str, metadata: Document | None = None) -> None:
+    def __init__(self, api: Api, namespace: str, name: str) -> None:
         self._api = api
-        self._metadata = metadata or {}
         self._namespace = namespace
         self._name = name
 
@@ -194,11 +193,10 @@ class LeaseObject:
 
     async def create(self, spec: Document) -> Document:
         """Make it; raises ApiError with a conflict where it is there."""
-        metadata = {"name": self._name, "namespace": self._namespace, **self._metadata}
+        metadata = {"name": self._name, "namespace": self._namespace}
         body = {"apiVersion": LEASES.api_version, "kind": LEASES.name, "metadata": metadata, "spec": spec}
         return await self._api.create(LEASES, self._namespace, body)
 
     async def replace(self, lease: Document) -> Document:
         """Write it, its resourceVersion being a precondition."""
-        changed = lease | {"metadata": lease["metadata"] | self._metadata}
-        return await self._api.replace(LEASES, self._namespace, self._name, changed)
+        return await self._api.replace(LEASES, self._namespace, self._name, lease)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from datetime import datetime
-from typing import NamedTuple
 
 import aiohttp
 
@@ -21,11 +20,6 @@ CONCURRENT_POLLS = 32
 ANSWER_SECONDS = 2.0
 """A rank that is busy answers within milliseconds; one that does not answer is asked again in the next round."""
 LARGEST_ANSWER_BYTES = 65_536
-
-
-class _ReportedProgress(NamedTuple):
-    pod_uid: str
-    progress: Progress
 
 
 class ProgressPoll:
@@ -47,8 +41,8 @@ class ProgressPoll:
         self._period = period
         self._longest = longest
         self._writes_per_second = writes_per_second
-        self._told: dict[str, _ReportedProgress] = {}
-        """Job UID -> what was passed on last, and who had told it."""
+        self._told: dict[str, Progress] = {}
+        """Job UID -> the progress that was passed on last."""
 
     async def run(self) -> None:
         """Poll until cancelled."""
@@ -58,13 +52,6 @@ class ProgressPoll:
                 num_polled = await self._round(session)
                 await asyncio.sleep(min(max(self._period, num_polled / self._writes_per_second), self._longest))
 
-    def progress_of(self, held: CachedObject, pod: PodView) -> Progress | None:
-        """What that pod of the job told last. What another has told is none of it: the run went back to a checkpoint in
-        between.
-        """
-        told = self._told.get(held.key.uid)
-        return told.progress if told is not None and told.pod_uid == pod.uid else None
-
     async def _round(self, session: aiohttp.ClientSession) -> int:
         training = [held for held in self._cache.jobs() if held.summary is not None and held.summary.is_training]
         for uid in self._told.keys() - {held.key.uid for held in training}:
@@ -72,7 +59,7 @@ class ProgressPoll:
         limit = asyncio.Semaphore(CONCURRENT_POLLS)
 
         async def poll(held: CachedObject) -> bool:
-            pod = self.rank_zero(held)
+            pod = self._rank_zero(held)
             if pod is None:
                 return False
             async with limit:
@@ -81,7 +68,7 @@ class ProgressPoll:
 
         return sum(await asyncio.gather(*(poll(held) for held in training)))
 
-    def rank_zero(self, held: CachedObject) -> PodView | None:
+    def _rank_zero(self, held: CachedObject) -> PodView | None:
         """The pod of rank 0 of the current training attempt, if it runs.
 
         A Job adopts every pod with its labels, no matter who made it, and deletes those too many of an index. They are asked
@@ -107,10 +94,10 @@ class ProgressPoll:
         except (aiohttp.ClientError, TimeoutError, ValueError):
             # Normal while the pod starts, ends or restarts; a run that hangs is the deadlines' affair.
             return
-        uid, told = held.key.uid, _ReportedProgress(pod.uid, progress)
-        if held.summary is None or progress.attempt != held.summary.attempt or self._told.get(uid) == told:
+        uid = held.key.uid
+        if held.summary is None or progress.attempt != held.summary.attempt or self._told.get(uid) == progress:
             return
-        self._told[uid] = told
+        self._told[uid] = progress
         self._gatherer.note_progress(uid, progress)
         self._wake(JobKey(held.key.namespace, held.key.name))
 

@@ -12,24 +12,21 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from finetune_job.failures import TERMINATION_LIMIT_BYTES
-from finetune_job.names import GANG_NODES_KEY_PREFIX, INDEX_LABEL, LABEL_ATTEMPT, PLAN_KEY, Role
-from finetune_operator.children.placement import GATES_ANNOTATION, MIN_PARALLELISM_ANNOTATION
+from finetune_job.names import INDEX_LABEL, LABEL_ATTEMPT, PLAN_KEY, Role
+from finetune_operator.children.placement import GATES_ANNOTATION
 from finetune_operator.children.pod_template import CONTAINER_NAME
 from finetune_operator.cluster.kinds import BATCH_JOBS, Kind
 from finetune_operator.cluster.object_key import Document, ObjectKey, key_of
 from finetune_operator.cluster.packing import packed, unpacked
 from finetune_operator.cluster.raw_objects import Fields
 from finetune_operator.cluster.summaries import LONGEST_REASON, JobSummary, ProfileSummary, job_summary, profile_summary
-from finetune_operator.decide.children_seen import BatchJobView, ContainerEnd, GangNodesView, JobConditionView, PodView
+from finetune_operator.decide.children_seen import BatchJobView, ContainerEnd, JobConditionView, PodView
 
 LONGEST_MESSAGE = 2048
 LONGEST_GATES = 4096
 LONGEST_GRACE_SECONDS = 366 * 86_400
 DEEPEST = 64
 """Levels of a manifest that are looked at. Ours have ten, and what recurses over a thousand of them costs a pass its stack."""
-MOST_KEYS = 16
-"""Of a ConfigMap; ours have one."""
-_GANG_NODES_KEY = re.compile(f"{GANG_NODES_KEY_PREFIX}([0-9]{{1,9}})")
 _BATCH_JOB_NAME = re.compile(r".+-(fetch|preflight|train|merge|publish)-([0-9]{1,9})")
 
 
@@ -44,8 +41,6 @@ class CachedObject:
     """Bytes of them, before they were compressed."""
     batch_job: BatchJobView | None = None
     pod: PodView | None = None
-    gang_nodes: GangNodesView | None = None
-    """Set of a ConfigMap that holds this and no plan."""
     summary: JobSummary | None = None
     profile: ProfileSummary | None = None
     is_bare: bool = False
@@ -80,11 +75,8 @@ def project(kind: Kind, document: Document) -> CachedObject:
             profile = profile_summary(fields.at("spec"))
             return CachedObject(key, *_compressed(fields, document, "spec", "status"), profile=profile, unreadable=fields.notes)
         case "ConfigMap":
-            data = fields.at("data")
-            gang_nodes = None if data.has(PLAN_KEY) else _gang_nodes_view(key, data)
-            # The text of a plan also of what is none: somebody may have put it in the place of one.
-            plan = data.text(PLAN_KEY, 2**20)
-            return CachedObject(key, *packed({"plan": plan}), gang_nodes=gang_nodes, unreadable=fields.notes)
+            plan = fields.at("data").text(PLAN_KEY, 2**20)
+            return CachedObject(key, *packed({"plan": plan}), unreadable=fields.notes)
         case "Job":
             return CachedObject(key, batch_job=_batch_job_view(key, fields), unreadable=fields.notes)
         case "Pod":
@@ -158,22 +150,11 @@ def _batch_job_view(key: ObjectKey, fields: Fields) -> BatchJobView | None:
         ),
         suspended=fields.at("spec").flag("suspend"),
         parallelism=fields.at("spec").integer("parallelism"),
-        takes_fewer=metadata.at("annotations").has(MIN_PARALLELISM_ANNOTATION),
         restarts_container=_restarts_container(fields.at("spec").at("template").at("spec")),
         admission_gates=_gates(metadata.at("annotations").name(GATES_ANNOTATION, LONGEST_GATES)),
         start_time=status.time("startTime"),
         deleting=metadata.has("deletionTimestamp"),
     )
-
-
-def _gang_nodes_view(key: ObjectKey, data: Fields) -> GangNodesView | None:
-    """None of what is not one."""
-    for name in list(data.raw)[:MOST_KEYS]:
-        match = _GANG_NODES_KEY.fullmatch(str(name))
-        nodes = data.digits(str(name)) if match is not None else None
-        if match is not None and nodes is not None:
-            return GangNodesView(key.name, key.uid, int(match[1]), nodes)
-    return None
 
 
 def _gates(text: str) -> tuple[str, ...]:

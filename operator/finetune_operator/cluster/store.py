@@ -76,7 +76,7 @@ class Store:
         self._bare: OrderedDict[str, Kind] = OrderedDict()
         self._in_doubt: dict[str, int] = {}
         """UID of an object that no watch shows any more -> version of the event that said so."""
-        self.lines = WaitingLines()
+        self.lines = WaitingLines(self._objects[JOBS], self._most_active_jobs)
 
     def job(self, key: JobKey) -> CachedObject | None:
         """The FineTuneJob of that name."""
@@ -107,6 +107,10 @@ class Store:
         """The FineTuneProfile of that name."""
         uid = self._profiles.get(name)
         return None if uid is None else self._objects[PROFILES].get(uid)
+
+    def _most_active_jobs(self, profile: str) -> int | None:
+        held = self.profile(profile)
+        return held.profile.max_active_jobs if held is not None and held.profile is not None else None
 
     def owned(self, kind: Kind, owner_uid: str) -> list[CachedObject]:
         """Objects whose controller owner has that UID, as far as that is proved."""
@@ -180,10 +184,10 @@ class Store:
             name = JobKey(held.key.namespace, held.key.name)
             if self._may_have_name(held, JOBS, self._job_uids.get(name)):
                 self._job_uids[name] = uid
-            self.lines.put(held)
+            if known is not None:
+                self.lines.moved(known, held)
         elif kind == PROFILES and self._may_have_name(held, PROFILES, self._profiles.get(held.key.name)):
             self._profiles[held.key.name] = uid
-            self.lines.limit(held.key.name, held.profile.max_active_jobs if held.profile is not None else None)
         elif kind == BATCH_JOBS:
             self._job_of_batch_job[uid] = held.key.owner_uid
             self._batch_jobs_of.add(held.key.owner_uid, uid)
@@ -216,10 +220,9 @@ class Store:
         elif kind == JOBS:
             if self._job_uids.get(JobKey(held.key.namespace, held.key.name)) == uid:
                 del self._job_uids[JobKey(held.key.namespace, held.key.name)]
-            self.lines.drop(uid)
+            self.lines.moved(held, None)
         elif kind == PROFILES and self._profiles.get(held.key.name) == uid:
             del self._profiles[held.key.name]
-            self.lines.limit(held.key.name, None)
 
     def _forget_batch_job(self, uid: str) -> None:
         job_uid = self._job_of_batch_job.pop(uid, None)

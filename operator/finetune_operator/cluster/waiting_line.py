@@ -1,16 +1,12 @@
-"""The lines of jobs that wait for their turn under a profile's `maxActiveJobs`: one per namespace and profile, the oldest
-first.
+"""Jobs that wait for their turn under a profile's `maxActiveJobs`: a line for each namespace and profile, the oldest job first.
 
-A line orders those who wait, and does not bind the others: many jobs that were stalled, or that an edit has brought here, can
-become ready at the same moment, and each of their passes sees a free place. So a place is reserved, in the moment in which it is
-found free, before the write by which a job starts is sent.
+Places are counted from the cache each time. Passes of several jobs may see the same free place, so a job counts as active from
+the moment in which the write that starts it is sent.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -20,135 +16,93 @@ from finetune_operator.cluster.projection import CachedObject
 BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-class _Waiter(NamedTuple):
-    """Sorts by age; of two jobs of one second the name decides."""
+class _Place(NamedTuple):
+    """The place of a job in a line. The active jobs sort first, then the oldest; names decide between jobs of one second."""
 
+    is_waiting: bool
     created: datetime
     name: str
     uid: str
 
 
-@dataclass
-class _WaitingLine:
-    active: set[str] = field(default_factory=set)
-    waiting: list[_Waiter] = field(default_factory=list)
-
-
 class WaitingLines:
-    """Kept up to date with every state of a FineTuneJob, so that no pass has to look at all jobs."""
+    """The lines of all namespaces and profiles."""
 
-    def __init__(self) -> None:
-        self._lines: dict[tuple[str, str], _WaitingLine] = {}
-        self._places: dict[str, tuple[tuple[str, str], _Waiter, bool]] = {}
-        """Job UID -> its line, its place, and whether it is active, or has reserved a place to become so."""
-        self._limits: dict[str, int] = {}
-        """Profile -> `maxActiveJobs`, where it sets one."""
+    def __init__(self, jobs: Mapping[str, CachedObject], limit_of: Callable[[str], int | None]) -> None:
+        self._jobs = jobs
+        """The cached jobs by UID."""
+        self._limit_of = limit_of
+        """Profile -> its `maxActiveJobs`; None: it sets no limit."""
+        self._starting: set[str] = set()
+        """UIDs of jobs whose start has been sent, and of which no later state is known."""
         self.turn_has_come: Callable[[JobKey], None] = lambda _: None
-        """Called with the job that may start because another one has left its place: nothing else would wake it if the
-        answer to a write of our own told of that, because no watch shows it again.
+        """Called with each job that may start because another one has left its place. No watch would wake it if the other one
+        left by a write of our own.
         """
 
     def ahead_of(self, held: CachedObject) -> int:
-        """Jobs that are active, or wait and are older, of the same namespace and profile."""
-        line = self._lines.get(_line_of(held))
-        if line is None:
-            return 0
-        return len(line.active) - (held.key.uid in line.active) + bisect_left(line.waiting, _place_of(held))
+        """Count the jobs that are active, or wait and are older, in the line of a job that waits."""
+        own = _place(held, is_waiting=True)
+        return sum(place < own and place.uid != own.uid for place in self._places(_line_of(held)))
 
-    def reserve(self, held: CachedObject) -> bool:
-        """Count a job that is about to start as active. False: there is no place for it.
-
-        Its next state, or `give_back`, ends the reservation. Whatever state comes next tells what has become of the write: that
-        has this one as its precondition.
-        """
-        uid, line = held.key.uid, _line_of(held)
-        limit, before = self._limits.get(line[1]), self._places.get(uid)
-        if limit is None or (before is not None and before[0] == line and before[2]):
-            return True
-        if self.ahead_of(held) >= limit:
+    def start(self, held: CachedObject, limit: int) -> bool:
+        """Count a job as active whose start is about to be sent. False: there is no place for it."""
+        if held.key.uid not in self._starting and self.ahead_of(held) >= limit:
             return False
-        self._remove(uid)
-        self._add(uid, line, _place_of(held), is_active=True)
+        self._starting.add(held.key.uid)
         return True
 
-    def has_reserved(self, held: CachedObject) -> bool:
-        """Whether a job that has not started, as far as is known, is counted as active."""
-        before = self._places.get(held.key.uid)
-        return before is not None and before[2] and not (held.summary is not None and held.summary.is_started)
+    def is_starting(self, uid: str) -> bool:
+        """Whether the start of the job was sent and it is not known what became of it."""
+        return uid in self._starting
 
-    def give_back(self, held: CachedObject) -> None:
-        """The job has not started: it is again what its state says."""
-        self.put(held)
+    def settle(self, uid: str) -> None:
+        """Take in that the start of a job came to nothing, or that its state is known."""
+        if uid in self._starting:
+            self._starting.discard(uid)
+            held = self._jobs.get(uid)
+            if held is not None and not (held.summary is not None and held.summary.is_started):
+                self._wake(_line_of(held), uid)
 
-    def limit(self, profile: str, most: int | None) -> None:
-        """Take in what a profile allows."""
-        self._limits.pop(profile, None)
-        if most is not None:
-            self._limits[profile] = most
+    def moved(self, before: CachedObject, after: CachedObject | None) -> None:
+        """Take in another state of a job, or that it is gone (None), and wake those whose turn has come by it."""
+        uid = before.key.uid
+        # The write that starts a job has the state before as its precondition, so a later state tells what became of it.
+        place = self._place(before)
+        self._starting.discard(uid)
+        if place is None:
+            return
+        new = None if after is None or _line_of(after) != _line_of(before) else self._place(after)
+        if new is None or (new.is_waiting and not place.is_waiting):
+            self._wake(_line_of(before), uid)
 
-    def put(self, held: CachedObject) -> None:
-        """Take in a state of a job."""
-        uid, summary = held.key.uid, held.summary
-        before = self._places.get(uid)
-        now = None
+    def _wake(self, line: tuple[str, str], left: str) -> None:
+        """Wake the jobs for which there is a place now, but not the one that has left its own."""
+        limit = self._limit_of(line[1])
+        if limit is not None:
+            for place in sorted(self._places(line))[:limit]:
+                if place.is_waiting and place.uid != left:
+                    self.turn_has_come(JobKey(line[0], place.name))
+
+    def _places(self, line: tuple[str, str]) -> list[_Place]:
+        places = [self._place(held) for held in self._jobs.values() if _line_of(held) == line]
+        return [place for place in places if place is not None]
+
+    def _place(self, held: CachedObject) -> _Place | None:
+        """None: the job is in no line, because it has ended, or cannot start yet."""
+        summary = held.summary
+        if summary is None or summary.is_finished:
+            return None
+        is_active = summary.is_started or held.key.uid in self._starting
         # A deleted job that a finalizer holds does not start any more.
-        is_waiting = summary is not None and summary.is_waiting and not held.key.is_deleting
-        if summary is not None and (is_waiting or (summary.is_started and not summary.is_finished)):
-            now = (_line_of(held), _place_of(held), summary.is_started)
-        if before == now:
-            return
-        self._remove(uid)
-        if now is not None:
-            key, place, is_active = now
-            self._add(uid, key, place, is_active=is_active)
-        # Who starts goes from the line to the active ones: nobody's turn has come by that.
-        if before is not None and not (now is not None and now[0] == before[0] and now[2]):
-            self._wake_next(before[0], uid)
+        may_start = summary.is_waiting and not held.key.is_deleting
+        return _place(held, is_waiting=not is_active) if is_active or may_start else None
 
-    def _add(self, uid: str, key: tuple[str, str], place: _Waiter, *, is_active: bool) -> None:
-        self._places[uid] = (key, place, is_active)
-        line = self._lines.setdefault(key, _WaitingLine())
-        if is_active:
-            line.active.add(uid)
-        else:
-            insort(line.waiting, place)
 
-    def drop(self, uid: str) -> None:
-        """A job is gone."""
-        before = self._places.get(uid)
-        if before is not None:
-            self._remove(uid)
-            self._wake_next(before[0], uid)
-
-    def _remove(self, uid: str) -> None:
-        before = self._places.pop(uid, None)
-        if before is None:
-            return
-        key, place, is_active = before
-        line = self._lines[key]
-        if is_active:
-            line.active.discard(uid)
-        else:
-            del line.waiting[bisect_left(line.waiting, place)]
-        if not line.active and not line.waiting:
-            del self._lines[key]
-
-    def _wake_next(self, key: tuple[str, str], left: str) -> None:
-        """A place of the line is free. left: UID of the job that left it, which may wait in the same line again."""
-        line = self._lines.get(key)
-        if line is None:
-            return
-        # All that were let in before have started or are about to; the one who comes up to the limit now is the last of those.
-        last = self._limits.get(key[1], 0) - len(line.active) - 1
-        for place in line.waiting[last : last + 1] if last >= 0 else ():
-            if place.uid != left:
-                self.turn_has_come(JobKey(key[0], place.name))
+def _place(held: CachedObject, *, is_waiting: bool) -> _Place:
+    created = held.summary.created if held.summary is not None else None
+    return _Place(is_waiting, created or BEGINNING, held.key.name, held.key.uid)
 
 
 def _line_of(held: CachedObject) -> tuple[str, str]:
     return held.key.namespace, held.summary.profile if held.summary is not None else ""
-
-
-def _place_of(held: CachedObject) -> _Waiter:
-    created = held.summary.created if held.summary is not None else None
-    return _Waiter(created or BEGINNING, held.key.name, held.key.uid)

@@ -1,4 +1,4 @@
-"""The Workload that Kueue keeps for each Job, and why it holds a Job back, in its own words.
+"""Why Kueue holds a Job back, in the words of the Workload that it keeps for each Job.
 
 Workloads are not watched: where Kueue is not installed there is no such resource, and where it is, a Job's own `suspend` tells
 when something changes. So the Workload of a Job that is suspended is read by the UID of the Job, every 15 seconds at first and
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import NamedTuple
 
 from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.api import Api, Document
@@ -31,14 +30,6 @@ LONGEST_MESSAGE = 1024
 _NO_WORKLOADS = (403, 404)
 
 
-class FoundWorkload(NamedTuple):
-    """A Workload as it was listed."""
-
-    kind: Kind
-    """Of the version that Kueue serves."""
-    document: Document
-
-
 @dataclass(frozen=True)
 class _WorkloadReading:
     """What was read last of the Workload of a Job."""
@@ -49,7 +40,7 @@ class _WorkloadReading:
 
 
 class Workloads:
-    """Finds Workloads by their Jobs; reads those of suspended Jobs, and remembers what it read until it is due again."""
+    """Reads the Workloads of suspended Jobs, and remembers each until it is due again."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -77,12 +68,8 @@ class Workloads:
         before = self._looks.get(uid)
         if before is not None and (now - before.at).total_seconds() < before.pause_seconds:
             return before
-        try:
-            found = await self.of_job(uid, namespace, now)
-        except ApiError:
-            # Such as a conversion webhook of Kueue's that is away: no reason to leave the job alone.
-            found = None
-        said = reason_of(found.document) if found is not None else ""
+        workload = await self._workload(uid, namespace, now)
+        said = reason_of(workload) if workload is not None else ""
         unchanged = before is not None and before.said == said
         pause = min(before.pause_seconds * 2, LONGEST_LOOK_SECONDS) if unchanged and before is not None else FIRST_LOOK_SECONDS
         horizon = now - timedelta(seconds=FORGET_SECONDS)
@@ -92,12 +79,8 @@ class Workloads:
         self._looks[uid] = look
         return look
 
-    async def of_job(self, uid: str, namespace: str, now: datetime) -> FoundWorkload | None:
-        """The Workload of the Job of that UID; None where there is none, and where Workloads do not exist or are not ours to
-        read.
-
-        Raises ApiError for any other refusal, and ApiUnreachableError.
-        """
+    async def _workload(self, uid: str, namespace: str, now: datetime) -> Document | None:
+        """Return the Workload of the Job of that UID; None where there is none, and where Workloads cannot be read."""
         if self._absent_until is not None and now < self._absent_until:
             return None
         for kind in (self._kind,) if self._kind is not None else WORKLOADS:
@@ -105,11 +88,12 @@ class Workloads:
                 items, _ = await self._api.list(kind, namespace, label_selector=f"{JOB_UID_LABEL}={uid}")
             except ApiError as error:
                 if error.code not in _NO_WORKLOADS:
-                    raise
+                    # For example, a conversion webhook of Kueue is down: no reason to leave the job alone.
+                    return None
                 self._kind = None
                 continue
             self._kind, self._absent_until = kind, None
-            return FoundWorkload(kind, items[0]) if items else None
+            return items[0] if items else None
         self._absent_until = now + timedelta(seconds=ABSENT_SECONDS)
         return None
 

@@ -72,11 +72,6 @@ def interrupted(status: FineTuneJobStatus, record: Attempt) -> list[Attempt]:
     return _history(status, record.model_copy(update={"interruptions": record.interruptions + 1}))
 
 
-def resized(status: FineTuneJobStatus, record: Attempt, size: GangSize) -> list[Attempt]:
-    """The history with another size of an attempt, which its queue has let go with more or fewer pods than before."""
-    return _history(status, record.model_copy(update=_size_fields(size)))
-
-
 @dataclass(frozen=True)
 class AttemptEnd:
     """How an attempt ended."""

@@ -37,9 +37,7 @@ class BatchJobView:
     suspended: bool = False
     """`spec.suspend`: set by a queue such as Kueue, and by us only together with a gate."""
     parallelism: int | None = None
-    """Pods that run at a time: for a gang all of them. A queue that admits fewer lowers it."""
-    takes_fewer: bool = False
-    """Whether a queue may do so."""
+    """Pods that run at a time: for a gang all of them."""
     restarts_container: bool = False
     """Whether the kubelet is to start its container again in the same pod after a failure of the processes alone, as far as the
     API server knows such rules."""
@@ -157,17 +155,6 @@ class ConfigMapView:
     uid: str
     plan_json: str
     """Text under the key of the plan, empty where the key is missing."""
-
-
-@dataclass(frozen=True)
-class GangNodesView:
-    """The ConfigMap that tells the pods of an attempt how many they are."""
-
-    name: str
-    uid: str
-    attempt: int
-    """-1: it is not readable."""
-    nodes: int
 
 
 @dataclass(frozen=True)

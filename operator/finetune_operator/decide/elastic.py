@@ -1,8 +1,8 @@
 """How many nodes an attempt of an elastic gang has: decisions over plain data.
 
 A gang begins with all nodes. It takes what there is when some of them do not come, or when a node is lost or taken back, and asks
-for all of them again later. Nobody knows beforehand whether they are free: no node is looked at, and the scheduler's answer to
-the pods of the next attempt is the only one that counts.
+for all of them again later. Nobody knows beforehand whether they are free: no node is looked at, and the answer of queue and
+scheduler to the Job of the next attempt is the only one that counts. A queue admits all pods of a Job or none.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import pairwise
 
-from finetune_job.api.status import Attempt, ProgressStatus
+from finetune_job.api.status import Attempt, FineTuneJobStatus, ProgressStatus
+from finetune_job.conditions import find_condition
 from finetune_job.names import Role
 from finetune_job.plan.launch_plan import LaunchPlan
 from finetune_job.progress import Progress
-from finetune_job.reasons import AttemptOutcome
-from finetune_operator.decide.children_seen import PodView
+from finetune_job.reasons import AttemptOutcome, ConditionType
+from finetune_operator.decide.children_seen import BatchJobView, PodView
 from finetune_operator.decide.times import moment_after
 
 MOST_DOUBLINGS = 3
@@ -34,7 +34,7 @@ class Elasticity:
     shrink_after: timedelta
     grow_after: timedelta
     is_queued: bool
-    """Whether a queue says how many of the nodes that it asks for it gets."""
+    """Whether its Jobs wait in a queue."""
 
     def clamped(self, nodes: int | None) -> int:
         """A number of nodes from status, which anybody may have edited; None: all."""
@@ -78,6 +78,24 @@ def nodes_that_came(limits: Elasticity, nodes: int, pods: Sequence[PodView], sin
     return placed if limits.fewest <= placed < nodes and now >= since + limits.shrink_after else None
 
 
+def queued_since(status: FineTuneJobStatus, batch_job: BatchJobView) -> datetime:
+    """When a suspended Job began to wait for its queue: a gate of preflight kept it back before, or it was preempted then."""
+    prepared = find_condition(status.conditions, ConditionType.PREPARED)
+    times = [batch_job.created, moment_after(prepared.last_transition_time, 0.0) if prepared is not None else None]
+    times += [condition.since for condition in batch_job.conditions if condition.type == "Suspended"]
+    return max(moment for moment in times if moment is not None)
+
+
+def nodes_to_queue_for(limits: Elasticity, nodes: int, attempts: Sequence[Attempt], since: datetime, now: datetime) -> int | None:
+    """Nodes to ask the queue for instead, if it has not admitted the gang after the wait: those that it had when it last ran, if
+    they are fewer, or else half; None: wait on.
+    """
+    if nodes <= limits.fewest or now < since + limits.shrink_after:
+        return None
+    had = next((one.nodes for one in reversed(_training(attempts)) if one.running_time and one.nodes is not None), nodes)
+    return max(had if had < nodes else nodes // 2, limits.fewest)
+
+
 def grows(
     limits: Elasticity,
     nodes: int,
@@ -112,12 +130,12 @@ def _training(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def _failed_tries(attempts: Sequence[Attempt]) -> int:
-    """How often in a row nodes were asked for that did not come, up to the last attempt, which runs: attempts that never ran, and
-    those after which a queue gave no more than before; since one failed or had them all.
+    """How many attempts before the last one, which runs, never ran because their nodes did not come, since another attempt failed
+    or had them all.
     """
     tries = 0
-    for one, following in reversed(list(pairwise(attempts))):
+    for one in reversed(attempts[:-1]):
         if one.outcome is not AttemptOutcome.RESIZED:
             break
-        tries += not one.running_time or (following.nodes or 0) <= (one.nodes or 0)
+        tries += not one.running_time
     return tries

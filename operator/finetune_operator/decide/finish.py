@@ -151,9 +151,8 @@ def retain(observed: Observed, result: PassResult) -> None:
     for policy in observed.network_policies:
         result.delete_object("NetworkPolicy", policy.name, policy.uid)
     # The plan last: as long as it is there, the policies, which no watch shows, are looked up.
-    for config_map in (observed.gang_nodes, observed.plan):
-        if config_map is not None:
-            result.delete_object("ConfigMap", config_map.name, config_map.uid)
+    if observed.plan is not None:
+        result.delete_object("ConfigMap", observed.plan.name, observed.plan.uid)
 
 
 def has_expired(observed: Observed, now: datetime) -> bool:

@@ -18,7 +18,6 @@ from finetune_job.progress import Progress
 from finetune_operator.decide.children_seen import (
     BatchJobView,
     ConfigMapView,
-    GangNodesView,
     LiveChildren,
     PodView,
     PolicyView,
@@ -110,7 +109,6 @@ class Observed:
     batch_jobs: tuple[BatchJobView, ...] = ()
     pods: tuple[PodView, ...] = ()
     plan: ConfigMapView | None = None
-    gang_nodes: GangNodesView | None = None
     service_uid: str = ""
     """Of the gang's Service; empty: there is none that is ours."""
     network_policies: tuple[PolicyView, ...] = ()

@@ -21,7 +21,6 @@ from finetune_operator.decide.attempts import (
     newest_checkpoint,
     opened,
     record_of,
-    resized,
     restarts_of,
     with_restarts,
 )
@@ -153,17 +152,11 @@ class RoleStage:
 
     def open(self, batch_job: BatchJobView) -> None:
         """Record that the pods of this attempt run."""
-        status, record, size = self.observed.job.status, self.record, self.size
-        if record is None:
+        if self.record is None:
             # A Job that waited in a queue was created long before.
             begun = self._end_of_first() if batch_job.attempt < self.attempt else batch_job.start_time or batch_job.created
             pods = self.observed.pods_of(self.role, self.attempt)
-            self.result.set(attempts=opened(status, self.role, self.attempt, begun, pods, size=size))
-        elif size is not None and record.nodes not in (None, size.nodes):
-            # Its queue took it back and let it go again.
-            self.result.set(attempts=resized(status, record, size))
-            said = f"Attempt {self.attempt} continues on {size.nodes} of {self.most_nodes} nodes, {record.nodes} before."
-            self.result.emit("Normal", Reason.RESIZING, said)
+            self.result.set(attempts=opened(self.observed.job.status, self.role, self.attempt, begun, pods, size=self.size))
 
     def _end_of_first(self) -> datetime:
         """When the first attempt of a pod ended that now runs its second: its devices were held from then on."""

@@ -17,17 +17,25 @@ from finetune_operator.decide.blocked import wait_for_refused_write
 from finetune_operator.decide.children_seen import BatchJobView
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.device_faults import with_device_fault
-from finetune_operator.decide.elastic import Elasticity, elasticity, gang_nodes, grows, nodes_after_failure, nodes_that_came
+from finetune_operator.decide.elastic import (
+    Elasticity,
+    elasticity,
+    gang_nodes,
+    grows,
+    nodes_after_failure,
+    nodes_that_came,
+    nodes_to_queue_for,
+    queued_since,
+)
 from finetune_operator.decide.frozen_plan import PlanLost, frozen_plan
 from finetune_operator.decide.job_state import JobState, State
 from finetune_operator.decide.observed import Observed
-from finetune_operator.decide.partial_admission import admitted_nodes, follow_admission, quiet_until_told
 from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.progress import progress_of_facts, progress_status
 from finetune_operator.decide.restart_policy import POLICY
 from finetune_operator.decide.role_stage import RoleStage
 from finetune_operator.decide.same_pod import await_restart, pods_to_tell, unless_label_refused
-from finetune_operator.decide.stage import attempt_of, current_role
+from finetune_operator.decide.stage import current_role
 from finetune_operator.decide.times import stall_deadline
 
 _FIX_OF_UNGATING = "The operator has to take the gate off the Job: install the chart with kueue.patchJobs=true."
@@ -37,11 +45,9 @@ def train_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
     """One pass while the job is prepared and not trained. Returns whether the next stage may begin."""
     limits, ranks = elasticity(run.plan), run.plan.parallelism
     nodes = gang_nodes(run.plan, observed.job.status.gang_nodes)
-    if limits is not None:
-        nodes = admitted_nodes(limits, nodes, observed.batch_job(Role.TRAIN, attempt_of(observed.job.status, Role.TRAIN)))
     size = None if limits is None else GangSize(nodes, nodes * ranks.processes_per_node)
     stage = RoleStage(observed, result, Role.TRAIN, nodes, ranks.nodes, size)
-    found = with_device_fault(observed, quiet_until_told(stage.job_state(), run.owner))
+    found = with_device_fault(observed, stage.job_state())
     found = unless_label_refused(observed, await_restart(observed, found, stage.attempt, result.now), stage.attempt)
     if found.failure is None:
         for pod in pods_to_tell(observed, stage.attempt):
@@ -62,15 +68,11 @@ def train_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
         if found.state is State.QUEUED and PREFLIGHT_GATE in found.batch_job.admission_gates:
             if not wait_for_refused_write(observed, result, ConditionType.TRAINED, _FIX_OF_UNGATING):
                 result.ungate(found.batch_job, PREFLIGHT_GATE)
-        elif limits is not None and (
-            follow_admission(observed, stage, run, found, found.batch_job)
-            or _is_resized(observed, stage, limits, found, found.batch_job)
+        elif not (
+            (limits is not None and _is_resized(observed, stage, limits, found, found.batch_job))
+            or _is_stalled(observed, result, stage, found, found.batch_job)
         ):
-            pass  # what follows is put down
-        elif not _is_stalled(observed, result, stage, found, found.batch_job):
             stage.wait(found, found.batch_job)
-            if limits is not None and found.state is State.RUNNING and found.batch_job.takes_fewer:
-                result.set(gang_nodes=nodes)
     return False
 
 
@@ -88,13 +90,21 @@ def queue_of_growth(observed: Observed, now: datetime) -> str | None:
 
 
 def _is_resized(observed: Observed, stage: RoleStage, limits: Elasticity, found: JobState, batch_job: BatchJobView) -> bool:
-    """Whether the gang ends here, to continue on the nodes that it has got, or to ask for all of them."""
+    """Whether the attempt ends here, to continue on the nodes that it has got, or to ask for fewer or for all of them."""
     now, status = stage.result.now, observed.job.status
+    waited = limits.shrink_after.total_seconds()
+    if found.state is State.QUEUED:
+        since = queued_since(status, batch_job)
+        fewer = nodes_to_queue_for(limits, stage.nodes, status.attempts, since, now)
+        if fewer is not None:
+            stage.resize(fewer, f"The queue has not admitted {stage.nodes} pods within {waited:.0f} s.", batch_job)
+            return True
+        if now < since + limits.shrink_after:
+            stage.result.requeue_at(since + limits.shrink_after)
     if found.state is State.WAITING and found.pending is not None and found.pending.is_capacity:
         since = batch_job.start_time or batch_job.created
         came = nodes_that_came(limits, stage.nodes, found.pods, since, now)
         if came is not None:
-            waited = limits.shrink_after.total_seconds()
             stage.resize(came, f"{came} of {stage.nodes} pods had a node within {waited:.0f} s.", batch_job)
             return True
         if now < since + limits.shrink_after:
@@ -148,7 +158,5 @@ def _succeeded(observed: Observed, result: PassResult, stage: RoleStage, found: 
     if last is not None:
         result.set(progress=progress_status(last, observed.job.status.progress, result.now))
     stage.close(AttemptOutcome.SUCCEEDED)
-    if observed.gang_nodes is not None:
-        result.delete_object("ConfigMap", observed.gang_nodes.name, observed.gang_nodes.uid)
     result.condition(ConditionType.TRAINED, True, Reason.COMPLETED, report.message if report is not None else "")
     result.emit("Normal", Reason.COMPLETED, f"Attempt {stage.attempt} finished the training.")

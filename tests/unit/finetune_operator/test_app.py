@@ -15,15 +15,13 @@ from aiohttp import web
 
 from finetune_operator import app
 from finetune_operator.app import run
-from finetune_operator.cluster.answers import ApiUnreachableError
-from finetune_operator.cluster.checkpoint_boost import CheckpointBoost
-from finetune_operator.health import Health, HttpServer
+from finetune_operator.health import HttpServer
 from finetune_operator.settings import Settings, Timeouts
 from tests.unit.finetune_operator.test_watch import TEAM, WatchedServer
 
 Document = dict[str, Any]
 DEADLINE = 60.0
-CLOCKWORK = replace(Timeouts(), crd_poll=0.01, lease_retry=0.05, claim_retry=0.05, first_relist=0.05, relist=0.05, drain=1.0)
+CLOCKWORK = replace(Timeouts(), crd_poll=0.01, lease_retry=0.05, first_relist=0.05, relist=0.05, drain=1.0)
 
 
 class EmptyCluster(WatchedServer):
@@ -48,9 +46,6 @@ class EmptyCluster(WatchedServer):
 
     async def _lease(self, request: web.Request) -> web.Response:
         name = request.path.rpartition("/leases")[2].strip("/")
-        if request.method == "GET" and not name:
-            claims = [lease for lease in self.leases.values() if "annotations" in lease["metadata"]]
-            return web.json_response({"metadata": {"resourceVersion": "5"}, "items": claims})
         if request.method == "GET":
             lease = self.leases.get(name)
             return web.json_response(lease) if lease else web.json_response({"reason": "NotFound"}, status=404)
@@ -110,7 +105,6 @@ def against(
         namespaces=(TEAM,),
         lease_namespace="system",
         lease_name="release",
-        claim_namespace="claims",
         identity="me",
         listen_address="127.0.0.1",
         listen_port=0,
@@ -144,7 +138,7 @@ def test_starts_on_an_empty_cluster_survives_relists_of_nothing_and_ends_in_orde
     async def scenario(operator: Operator) -> None:
         await operator.wait_for("/metrics", 200, "finetune_leading 1.0")
         await operator.wait_for("/readyz", 200)
-        assert (cluster.holder("release"), cluster.holder("finetune-operator.system.release")) == ("me", "system/release")
+        assert cluster.holder("release") == "me"
         async with asyncio.timeout(DEADLINE):
             while cluster.metadata_lists < 12:  # noqa: ASYNC110 - nothing tells
                 await asyncio.sleep(0.01)
@@ -152,9 +146,7 @@ def test_starts_on_an_empty_cluster_survives_relists_of_nothing_and_ends_in_orde
 
     assert against(cluster, scenario, tmp_path, monkeypatch) == 0
     assert kept == [0], "once, before the first relist"
-    assert (cluster.holder("release"), cluster.holder("finetune-operator.system.release")) == ("", "")
-    claim = cluster.leases["finetune-operator.system.release"]["metadata"]
-    assert (claim["annotations"], claim["labels"]) == ({"finetune.dev/namespaces": "team"}, {"finetune.dev/claim": "true"})
+    assert cluster.holder("release") == ""
 
 
 def test_relist_that_fails_for_whatever_reason_is_counted_and_ends_nothing(
@@ -169,21 +161,6 @@ def test_relist_that_fails_for_whatever_reason_is_counted_and_ends_nothing(
         assert not operator.task.done()
 
     assert against(cluster, scenario, tmp_path, monkeypatch) == 0
-
-
-def test_boosts_that_fail_are_started_again_and_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetune_operator.background.PAUSE_SECONDS", 0.01)
-
-    async def away(_: CheckpointBoost) -> None:
-        raise ApiUnreachableError("away")
-
-    monkeypatch.setattr(CheckpointBoost, "run", away)
-
-    async def scenario(operator: Operator) -> None:
-        await operator.wait_for("/metrics", 200, 'finetune_background_failures_total{task="checkpoint boost"}')
-        await operator.wait_for("/readyz", 200)
-
-    assert against(EmptyCluster(), scenario, tmp_path, monkeypatch) == 0
 
 
 def test_first_list_that_is_refused_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,28 +187,16 @@ def test_waits_for_its_kinds_and_ends_in_order_while_it_waits(tmp_path: Path, mo
     assert against(cluster, scenario, tmp_path, monkeypatch) == 0
 
 
-def test_refuses_while_another_release_serves_its_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standby_is_ready_and_leads_once_the_lease_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = EmptyCluster()
-    name = "finetune-operator.other.release"
-    cluster.leases[name] = {
-        "metadata": {"name": name, "resourceVersion": "1", "annotations": {"finetune.dev/namespaces": "*"}},
-        "spec": {"holderIdentity": "other/release", "leaseDurationSeconds": 60, "renewTime": "t"},
-    }
+    held = {"holderIdentity": "another", "leaseDurationSeconds": 60, "renewTime": "t"}
+    cluster.leases["release"] = {"metadata": {"name": "release", "resourceVersion": "1"}, "spec": held}
 
     async def scenario(operator: Operator) -> None:
-        await operator.wait_for("/readyz", 503, "release other/release serves namespace team already")
-        assert "release" not in cluster.leases
-        cluster.leases[name]["spec"]["holderIdentity"] = ""
+        await operator.wait_for("/readyz", 200)
+        assert cluster.holder("release") == "another"
+        held["holderIdentity"] = ""
         await operator.wait_for("/metrics", 200, "finetune_leading 1.0")
         await operator.wait_for("/readyz", 200)
 
     assert against(cluster, scenario, tmp_path, monkeypatch) == 0
-
-
-def test_standby_that_may_serve_is_ready_and_a_refused_one_is_not() -> None:
-    health = Health()
-    assert not health.is_ready
-    health.standing_by("")
-    assert health.is_ready
-    health.standing_by("because")
-    assert (health.is_ready, health.why_not_ready) == (False, "because")

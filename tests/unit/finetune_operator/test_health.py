@@ -21,15 +21,6 @@ def test_a_main_loop_is_dead_once_it_has_been_silent_for_too_long() -> None:
     assert health.is_alive
 
 
-def test_a_standby_is_ready_unless_it_may_not_serve() -> None:
-    health = Health()
-    assert (health.is_ready, health.why_not_ready) == (False, WAITING)
-    health.standing_by("")
-    assert health.is_ready
-    health.standing_by("release b serves the namespace team")
-    assert (health.is_ready, health.why_not_ready) == (False, "release b serves the namespace team")
-
-
 def test_each_path_answers_for_itself() -> None:
     now = [0.0]
     health, registry = Health(lambda: now[0]), CollectorRegistry()

@@ -19,7 +19,6 @@ def test_defaults_come_from_the_pod(monkeypatch: pytest.MonkeyPatch) -> None:
         "finetune-operator",
         "operator-0",
     )
-    assert settings.claim_namespace == "kube-system"
 
 
 def test_processes_without_a_pod_name_have_identities_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,15 @@ It does not end when the lease is lost, so that nothing but the fence stops it: 
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from kubernetes.aio.client.configuration import Configuration
 
 from finetune_operator.cluster.answers import ApiUnreachableError
-from finetune_operator.cluster.api import Api, Document
+from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.kinds import CONFIG_MAPS
-from finetune_operator.cluster.leadership import Candidacy, LeadershipThread, RivalReleases
+from finetune_operator.cluster.leadership import LeadershipThread
 from finetune_operator.cluster.lease import Elector, LeaseObject, LeaseTiming
 
 TIMING = LeaseTiming(duration=2, renew_deadline=1.2, retry=0.2)
@@ -20,18 +22,15 @@ WRITERS = 40
 TRIES_AFTER_THE_LOSS = 200
 
 
-async def no_claims() -> list[Document]:
-    return []
-
-
 async def main(server: str) -> None:
     lost = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    async def make() -> Candidacy:
+    @asynccontextmanager
+    async def make() -> AsyncIterator[Elector]:
         api = Api(Configuration(host=server), request_timeout=TIMING.renew_deadline / 2)
-        lease = Elector(LeaseObject(api, "system", "release"), "first", TIMING)
-        return Candidacy(lease=lease, claim=lease, rivals=RivalReleases(no_claims, "release", ()), retry=0.2, close=api.close)
+        yield Elector(LeaseObject(api, "system", "release"), "first", TIMING)
+        await api.close()
 
     lease = LeadershipThread(make, on_lost=lambda: loop.call_soon_threadsafe(lost.set))
     api = Api(Configuration(host=server), fence=lease.fence)

@@ -412,22 +412,16 @@ def test_claims_that_were_seen_are_forgotten_in_time(monkeypatch: pytest.MonkeyP
     assert ("team", "models") not in scene.gatherer._claims_seen
 
 
-def test_the_plan_and_the_number_of_pods_are_found_by_their_names() -> None:
+def test_the_plan_is_found_by_its_name() -> None:
     scene = Scene()
     scene.add(JOBS, objects.finetune_job())
     references = objects.batch_job()["metadata"]["ownerReferences"]
-    for name, data in (
-        ("another", {"plan.json": "no"}),
-        ("tune-plan", {"plan.json": "plan"}),
-        ("tune-nodes", {"attempt-2": "3"}),
-    ):
+    for name, text in (("another", "no"), ("tune-plan", "plan")):
         metadata = objects.metadata(name, f"{name}-uid", labels=objects.labels("train", 2), ownerReferences=references)
-        scene.add(CONFIG_MAPS, {"metadata": metadata, "data": data})
+        scene.add(CONFIG_MAPS, {"metadata": metadata, "data": {"plan.json": text}})
     observed = scene.gather().observed
     assert observed.plan is not None
     assert (observed.plan.name, observed.plan.plan_json) == ("tune-plan", "plan")
-    assert observed.gang_nodes is not None
-    assert (observed.gang_nodes.name, observed.gang_nodes.attempt, observed.gang_nodes.nodes) == ("tune-nodes", 2, 3)
 
 
 def test_service_of_the_gang_is_the_one_of_that_name_that_the_job_owns() -> None:
@@ -468,17 +462,6 @@ def test_a_plan_that_lost_its_label_before_the_first_list_is_found_by_its_name(
         scene.gather()
     again = scene.api.calls.count(("get", "ConfigMap", "tune-plan"))
     assert again == (0 if is_found else reads), "once found it is read now and then, as others without a label are"
-
-
-def test_what_stands_in_the_place_of_the_number_of_pods_is_one_of_no_attempt() -> None:
-    scene = Scene()
-    scene.add(JOBS, objects.finetune_job())
-    references = objects.batch_job()["metadata"]["ownerReferences"]
-    metadata = objects.metadata("tune-nodes", "nodes-uid", labels=objects.labels("train", 0), ownerReferences=references)
-    scene.add(CONFIG_MAPS, {"metadata": metadata, "data": {"attempt-0": "many"}})
-    found = scene.gather().observed.gang_nodes
-    assert found is not None
-    assert (found.name, found.uid, found.attempt) == ("tune-nodes", "nodes-uid", -1)
 
 
 @pytest.mark.parametrize(("queue", "waiting"), [("gpus", 2), (None, None)])

@@ -65,7 +65,6 @@ class Polled:
                 poll = ProgressPoll(
                     self.scene.cache, self.scene.gatherer, self.woken.append, period=10.0, longest=60.0, writes_per_second=20.0
                 )
-                self.poll = poll
                 task = asyncio.create_task(poll.run())
                 await asyncio.wait_for(over.wait(), 30)
                 assert not task.done()
@@ -73,15 +72,6 @@ class Polled:
             await runner.cleanup()
 
         asyncio.run(scenario())
-
-    def said_by(self, pod_uid: str) -> Progress | None:
-        """What the poll knows of the running pod of rank 0, which has that UID."""
-        held = self.scene.cache.job(KEY)
-        assert held is not None
-        pod = self.poll.rank_zero(held)
-        assert pod is not None
-        assert pod.uid == pod_uid
-        return self.poll.progress_of(held, pod)
 
     def told(self) -> Progress | None:
         return self.scene.gather().observed.progress
@@ -112,17 +102,6 @@ def test_answer_that_comes_in_pieces_is_read_to_its_end() -> None:
     polled.scene.add(PODS, running())
     polled.rounds(in_pieces)
     assert polled.told() == PROGRESS
-
-
-def test_progress_is_that_of_the_pod_that_told_it() -> None:
-    polled = Polled()
-    polled.scene.add(PODS, running())
-    polled.rounds(good)
-    assert polled.said_by("tune-train-0-0-uid") == PROGRESS
-    later = running()
-    later["metadata"] |= {"name": "again", "uid": "again-uid", "creationTimestamp": "2026-01-02T03:05:05Z"}
-    polled.scene.add(PODS, later)
-    assert polled.said_by("again-uid") is None, "a pod that took its place has gone back to a checkpoint"
 
 
 @pytest.mark.parametrize(
@@ -158,14 +137,14 @@ def test_the_pod_of_the_attempt_before_is_asked_if_the_current_one_runs_in_it(at
 
 
 def test_a_pod_that_the_job_adopted_and_deletes_is_not_asked() -> None:
-    adopted = running()
+    adopted = running(address="127.0.0.2")
     later = {"creationTimestamp": "2026-01-02T03:05:05Z", "deletionTimestamp": "2026-01-02T03:06:05Z"}
     adopted["metadata"] |= {"name": "forger", "uid": "forger-uid"} | later
     polled = Polled()
     for pod in (running(), adopted):
         polled.scene.add(PODS, pod)
     polled.rounds(good)
-    assert polled.said_by("tune-train-0-0-uid") == PROGRESS
+    assert polled.asked == ["/progress"]
 
 
 def test_job_that_does_not_train_is_not_asked() -> None:

@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 
 from finetune_job.names import Role
-from finetune_operator.cluster.kinds import CONFIG_MAPS, JOBS
+from finetune_operator.cluster.kinds import JOBS
 from finetune_operator.cluster.projection import batch_job_view, pod_view, project
-from finetune_operator.cluster.reader import Reader
-from finetune_operator.decide.children_seen import GangNodesView
 from tests.unit.finetune_operator.cluster import objects
 
 
@@ -196,46 +194,11 @@ def test_the_whole_name_of_a_job_says_what_it_is_for(name: str, is_ours: bool) -
     assert (batch_job_view(document) is not None) is is_ours
 
 
-@pytest.mark.parametrize(
-    ("data", "attempt_and_nodes"),
-    [
-        ({"attempt-3": "2"}, (3, 2)),
-        ({"note": "mine", "attempt-0": "12"}, (0, 12)),
-        ({"attempt-3": "two"}, None),
-        ({"attempt-3": 2}, None),
-        ({"attempt-": "2"}, None),
-        ({"attempt-3": "2", "plan.json": "{}"}, None),
-        ({f"key-{number}": "x" for number in range(1000)} | {"attempt-0": "1"}, None),
-        ("all", None),
-        (None, None),
-    ],
-)
-def test_a_configmap_tells_a_number_of_pods_or_is_read_as_a_plan(data: Any, attempt_and_nodes: tuple[int, int] | None) -> None:
-    held = project(CONFIG_MAPS, {"metadata": objects.metadata("tune-nodes", "n"), "data": data})
-    view = None if attempt_and_nodes is None else GangNodesView("tune-nodes", "n", *attempt_and_nodes)
-    assert held.gang_nodes == view
-    # Whatever it is taken for, it can be read as a plan: somebody may have put it in the place of one.
-    plan = Reader().plan(held).plan_json
-    assert plan == ("{}" if isinstance(data, dict) and "plan.json" in data else "")
-
-
-@pytest.mark.parametrize(
-    ("annotations", "parallelism", "expected"),
-    [
-        ({"kueue.x-k8s.io/job-min-parallelism": "1"}, 2, (2, True)),
-        ({}, 2, (2, False)),
-        ({"kueue.x-k8s.io/job-min-parallelism": "1"}, "2", (None, True)),
-        (None, None, (None, False)),
-    ],
-)
-def test_a_job_shows_with_how_many_pods_its_queue_let_it_go(
-    annotations: Any, parallelism: Any, expected: tuple[Any, bool]
-) -> None:
-    document = objects.batch_job(spec={"parallelism": parallelism})
-    document["metadata"]["annotations"] = annotations
-    view = batch_job_view(document)
+@pytest.mark.parametrize(("written", "read"), [(2, 2), ("2", None)])
+def test_a_job_shows_how_many_pods_it_has(written: Any, read: int | None) -> None:
+    view = batch_job_view(objects.batch_job(spec={"parallelism": written}))
     assert view is not None
-    assert (view.parallelism, view.takes_fewer) == expected
+    assert view.parallelism == read
 
 
 def test_why_the_kubelet_evicted_a_pod_is_told_apart_from_how_its_container_ended() -> None:

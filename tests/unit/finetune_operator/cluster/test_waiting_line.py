@@ -30,7 +30,7 @@ def profile(limit: int | None, version: int = 1) -> dict[str, Any]:
 
 class Team:
     def __init__(self, limit: int = 2) -> None:
-        self.cache = Cache(Clock())
+        self.cache, self.limit = Cache(Clock()), limit
         self.turns: list[str] = []
         self.cache.lines.turn_has_come = lambda key: self.turns.append(key.name)
         self.cache.take(PROFILES, profile(limit))
@@ -38,8 +38,8 @@ class Team:
     def ahead(self, name: str) -> int:
         return self.cache.lines.ahead_of(self.held(name))
 
-    def reserves(self, name: str) -> bool:
-        return self.cache.lines.reserve(self.held(name))
+    def starts(self, name: str) -> bool:
+        return self.cache.lines.start(self.held(name), self.limit)
 
     def held(self, name: str) -> CachedObject:
         held = self.cache.job(JobKey("team", name))
@@ -90,78 +90,62 @@ def test_job_that_finishes_wakes_the_one_whose_turn_it_is() -> None:
     assert team.turns == ["b"]
 
 
-def test_job_that_leaves_the_line_wakes_the_one_that_moves_up_to_the_limit() -> None:
+def test_job_that_leaves_the_line_wakes_those_who_may_start_then() -> None:
     team = Team(limit=2)
     for name, second in (("a", 1), ("b", 2), ("c", 3), ("d", 4)):
         team.cache.take(JOBS, job(name, second))
-    assert team.woken(job("b", 2, version=2, status=STALLED)) == ["c"]
+    assert team.woken(job("b", 2, version=2, status=STALLED)) == ["a", "c"]
     assert team.woken(job("b", 2, version=3)) == []
     assert team.ahead("c") == 2
 
 
-def test_of_jobs_that_are_ready_at_once_only_as_many_get_a_place_as_there_are() -> None:
+def test_of_jobs_that_are_ready_at_once_only_as_many_start_as_there_are_places() -> None:
     team = Team(limit=2)
     for name, second in (("a", 1), ("b", 2), ("c", 3)):
         team.cache.take(JOBS, job(name, second, status=STALLED))
     assert [team.ahead(name) for name in "abc"] == [0, 0, 0]
-    assert [team.reserves(name) for name in "abca"] == [True, True, False, True]
+    assert [team.starts(name) for name in "abca"] == [True, True, False, True]
     assert [team.ahead(name) for name in "abc"] == [1, 1, 2]
-    # The write went well: it takes the place that was reserved, and no other.
+    # The write went well: the job is active by its state.
     team.cache.take(JOBS, job("a", 1, version=2, status=STARTED))
-    assert not team.cache.lines.has_reserved(team.held("a"))
-    assert not team.reserves("c")
+    assert not team.cache.lines.is_starting("a")
+    assert not team.starts("c")
     # A later state shows that the write of the other one did not go through.
-    assert team.cache.lines.has_reserved(team.held("b"))
+    assert team.cache.lines.is_starting("b")
     team.cache.take(JOBS, job("c", 3, version=2))
     assert team.woken(job("b", 2, version=2, status=STALLED)) == ["c"]
-    assert team.reserves("c")
+    assert team.starts("c")
 
 
-def test_a_place_that_was_reserved_in_vain_is_given_back_once() -> None:
+def test_a_start_that_came_to_nothing_takes_no_place() -> None:
     team = Team(limit=1)
     for name, second in (("a", 1), ("b", 2)):
         team.cache.take(JOBS, job(name, second))
-    assert [team.reserves(name) for name in "ba"] == [False, True]
+    assert [team.starts(name) for name in "ba"] == [False, True]
     assert (team.ahead("a"), team.ahead("b")) == (0, 1)
     for _ in range(2):
-        team.cache.lines.give_back(team.held("a"))
-        assert not team.cache.lines.has_reserved(team.held("a"))
+        team.cache.lines.settle("a")
+        assert not team.cache.lines.is_starting("a")
         assert (team.ahead("a"), team.ahead("b")) == (0, 1)
-    assert not team.reserves("b"), "the older one is still first"
-    assert team.turns == [], "nor is it woken by what it has given back itself"
-    assert team.reserves("a")
+    assert not team.starts("b"), "the older one is still first"
+    assert team.turns == [], "nor is it woken by what it has tried itself"
+    assert team.starts("a")
     team.cache.remove(JOBS, team.held("a"))
     assert team.turns == ["b"]
-    assert team.reserves("b")
+    assert team.starts("b")
 
 
-def test_an_older_job_that_became_ready_meanwhile_is_woken_when_a_place_is_given_back() -> None:
+def test_an_older_job_that_became_ready_meanwhile_is_woken_when_a_start_comes_to_nothing() -> None:
     team = Team(limit=1)
     team.cache.take(JOBS, job("old", 1, status=STALLED))
     for name, second in (("a", 2), ("b", 3)):
         team.cache.take(JOBS, job(name, second))
-    assert team.reserves("a")
+    assert team.starts("a")
     team.cache.take(JOBS, job("old", 1, version=2))
-    assert not team.reserves("old")
-    team.cache.lines.give_back(team.held("a"))
+    assert not team.starts("old")
+    team.cache.lines.settle("a")
     assert team.turns == ["old"]
-    assert team.reserves("old")
-
-
-def test_the_next_one_is_woken_when_a_job_that_cannot_start_gives_its_place_back() -> None:
-    team = Team(limit=1)
-    for name, second in (("a", 1), ("b", 2)):
-        team.cache.take(JOBS, job(name, second))
-    assert team.reserves("a")
-    assert team.woken(job("a", 1, version=2, run={"suspend": True})) == ["b"]
-
-
-def test_without_a_limit_nothing_is_reserved() -> None:
-    team = Team()
-    team.cache.take(PROFILES, profile(None, version=2))
-    team.cache.take(JOBS, job("a", 1))
-    assert team.reserves("a")
-    assert not team.cache.lines.has_reserved(team.held("a"))
+    assert team.starts("old")
 
 
 def test_no_limit_wakes_nobody_and_a_new_one_wakes_all() -> None:
@@ -196,9 +180,6 @@ def test_line_is_what_a_count_over_all_jobs_gives() -> None:
             active = sum(one is STARTED for _, one in states.values())
             older = sum(one is None and (then, other) < (created, own) for other, (then, one) in states.items())
             assert team.ahead(own) == active + older
-    for name in list(states):
-        team.cache.bury(JOBS, team.held(name))
-    assert (team.cache.lines._lines, team.cache.lines._places) == ({}, {})
 
 
 def test_pass_of_a_waiting_job_sees_its_place_and_a_started_one_none() -> None:

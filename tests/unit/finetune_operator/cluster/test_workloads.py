@@ -134,18 +134,6 @@ def test_a_kueue_in_trouble_is_no_trouble_of_the_job() -> None:
     assert "insufficient" in look(workloads, 15)[0][0]
 
 
-def test_a_workload_is_found_by_its_job_with_the_version_that_serves_it() -> None:
-    kueue, workloads = readers("v1beta1")
-    kueue.by_job["a"] = PENDING
-    found = asyncio.run(workloads.of_job("a", "team", NOW))
-    assert found is not None
-    assert (found.kind.version, found.document) == ("v1beta1", PENDING)
-    assert asyncio.run(workloads.of_job("b", "team", NOW)) is None
-    kueue.served, kueue.refusal = (), 500
-    with pytest.raises(ApiError):
-        asyncio.run(workloads.of_job("a", "team", NOW))
-
-
 def test_jobs_that_are_gone_are_forgotten() -> None:
     kueue, workloads = readers("v1beta2")
     for number in range(50):

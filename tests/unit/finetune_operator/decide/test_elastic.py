@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -13,10 +13,11 @@ from finetune_job.failures import FailureClass
 from finetune_job.names import Role
 from finetune_job.progress import Progress
 from finetune_job.reasons import ConditionType, Reason
-from finetune_operator.decide.children_seen import PodView
+from finetune_operator.decide.children_seen import JobConditionView, PodView
 from finetune_operator.decide.elastic import elasticity, nodes_after_failure
 from finetune_operator.decide.reconcile import reconcile
 from finetune_operator.decide.times import timestamp
+from finetune_operator.decide.train_stage import queue_of_growth
 from tests.support.builders import T0, JobBuilder, ObservedBuilder, a_job, after, observing
 from tests.unit.finetune_operator.decide.reading import condition, created, deleted, message, written
 
@@ -224,3 +225,88 @@ def test_a_running_gang_says_on_how_many_nodes_and_its_attempt_keeps_the_world_s
     assert message(actions, ConditionType.TRAINED) == "Attempt 1 runs on 2 of 4 nodes."
     (record,) = written(actions).attempts
     assert (record.nodes, record.ranks) == (2, 4)
+
+
+# Queues.
+
+
+def queued(fewest: int = 2) -> JobBuilder:
+    return elastic(fewest=fewest).run(queueName="gpus")
+
+
+def held_back(seconds: float, *attempts: Attempt, nodes: int | None = None, fewest: int = 2, **job: Any) -> ObservedBuilder:
+    """A gang whose Job was created so long ago and waits in its queue."""
+    seen = observing(queued(fewest)).prepared().attempt(1).with_status(attempts=list(attempts), gang_nodes=nodes)
+    return seen.but(service_exists=True).batch_job(suspended=True, start_time=None, created=after(-seconds), **job)
+
+
+def suspended_for(seconds: float) -> tuple[JobConditionView, ...]:
+    return (JobConditionView("Suspended", since=after(-seconds)),)
+
+
+PREEMPTED = SMALL.model_copy(update={"nodes": 4, "ranks": 8, "interruptions": 1})
+GREW = Attempt(number=0, outcome="Resized", running_time=timestamp(after(-5000)), nodes=3)
+
+
+@pytest.mark.parametrize(
+    ("why", "seen", "nodes"),
+    [
+        ("it has waited for long enough", held_back(120), 2),
+        ("it has not", held_back(119), None),
+        ("half are fewer than it needs", held_back(120, fewest=3), 3),
+        ("it asks for the fewest already", held_back(9_999, nodes=2), None),
+        ("it ran on all of them before", held_back(120, PREEMPTED), 2),
+        ("it gave nodes back to ask for more", held_back(120, GREW), 3),
+        ("those that it had before are not to be had either", held_back(120, GREW, NEVER_RAN, nodes=3, fewest=1), 1),
+        ("it was preempted just now", held_back(9_999, conditions=suspended_for(119)), None),
+        ("it was preempted long ago", held_back(9_999, conditions=suspended_for(120)), 2),
+    ],
+)
+def test_a_gang_that_its_queue_does_not_admit_asks_for_fewer_nodes(why: str, seen: ObservedBuilder, nodes: int | None) -> None:
+    actions = reconcile(seen.build(), T0)
+    if nodes is None:
+        assert deleted(actions) == [], why
+        return
+    status = written(actions)
+    assert (deleted(actions), status.attempt, status.gang_nodes) == (["Job/tune-train-1"], 2, nodes), why
+    assert (status.attempts[-1].outcome, status.restarts.counted, status.restarts.uncounted) == ("Resized", 0, 0)
+
+
+@pytest.mark.parametrize(("seconds", "is_resized"), [(119, False), (120, True)])
+def test_the_time_in_the_queue_before_preflight_was_done_does_not_count(seconds: float, is_resized: bool) -> None:
+    prepared = after(-600)
+    actions = reconcile(held_back(9_999).build(), prepared + timedelta(seconds=seconds))
+    assert (deleted(actions) == ["Job/tune-train-1"]) is is_resized
+    assert is_resized or actions.requeue_after_seconds == 1.0
+
+
+@pytest.mark.parametrize("job", [elastic().run(queueName="gpus"), elastic()])
+def test_a_job_asks_its_queue_for_all_pods_of_the_attempt(job: JobBuilder) -> None:
+    (body,) = [one.body for one in reconcile(observing(job).prepared().build(), T0).creates if one.kind == "Job"]
+    arguments = body["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert (body["spec"]["parallelism"], arguments[arguments.index("--nodes") + 1]) == (4, "4")
+    assert not [name for name in body["metadata"]["annotations"] if name.startswith("kueue")]
+
+
+@pytest.mark.parametrize(("waiting_in_queue", "grows"), [(0, True), (1, False), (None, False)])
+def test_a_gang_asks_its_queue_for_more_only_if_nobody_waits_there(waiting_in_queue: int | None, grows: bool) -> None:
+    actions = reconcile(growing(queued()).but(waiting_in_queue=waiting_in_queue).build(), T0)
+    assert deleted(actions) == (["Job/tune-train-1"] if grows else [])
+    assert not grows or written(actions).gang_nodes == 4
+
+
+@pytest.mark.parametrize(
+    ("why", "seen", "queue"),
+    [
+        ("it may grow", growing(queued()), "gpus"),
+        ("it has no new checkpoint", growing(queued(), known=50), None),
+        ("it has all nodes", growing(queued(), nodes=4), None),
+        ("it has told nothing", growing(queued(), told=None), None),
+        ("its size is not known", growing(queued()).with_status(gang_nodes=None), None),
+        ("its plan is lost", replace(growing(queued()), plan_json="{}"), None),
+        ("training is over", growing(queued()).condition(ConditionType.TRAINED, True, Reason.COMPLETED), None),
+        ("it has no queue", growing(), None),
+    ],
+)
+def test_the_queue_is_looked_at_only_if_the_answer_matters(why: str, seen: ObservedBuilder, queue: str | None) -> None:
+    assert queue_of_growth(seen.build(), T0) == queue, why

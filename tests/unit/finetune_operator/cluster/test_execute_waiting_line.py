@@ -1,4 +1,4 @@
-"""The place of a job that starts, among the active ones: taken before the write, and given back if that was in vain."""
+"""A job counts as active once its start has been sent, unless that came to nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_job_without_a_place_is_not_started_and_observed_again() -> None:
         gathered = await line.stage.gathered()
         other = line.stage.cache.job_of_uid("other-uid")
         assert other is not None
-        assert line.stage.cache.lines.reserve(other)
+        assert line.stage.cache.lines.start(other, 1)
         assert await line.execute(gathered) is PassOutcome.OUTDATED
         assert line.stage.writes() == []
         again = (await line.stage.gathered()).observed.line
@@ -70,7 +70,7 @@ def test_started_job_has_the_place() -> None:
         assert line.is_taken()
         held = line.stage.cache.job(KEY)
         assert held is not None
-        assert not line.stage.cache.lines.has_reserved(held)
+        assert not line.stage.cache.lines.is_starting(held.key.uid)
 
     living(scenario)
 
