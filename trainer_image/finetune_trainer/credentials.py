@@ -11,6 +11,7 @@ import base64
 import binascii
 import json
 import os
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,8 @@ _DOCKER_HUB_HOSTS = frozenset({DOCKER_HUB, "index.docker.io", "registry-1.docker
 _DOCKER_HUB_KEY = "https://index.docker.io/v1/"
 """Under which Docker keeps the login of its own registry."""
 _TOKEN_USER = "<token>"  # noqa: S105 - the user name that stands for an identity token
+_HELPER_SECONDS = 60.0
+"""Longest time for a credential helper; it may ask the user."""
 _LOGINS_HINT = (
     "spec.output.secretRef must name a Secret of type kubernetes.io/dockerconfigjson, as `kubectl create secret docker-registry` "
     "makes it (on your own machine: `docker login`)"
@@ -99,9 +102,9 @@ class Credentials:
         return None if self._is_local else self._value(SIGNING_KEY)
 
     def registry_login(self, registry: str) -> RegistryLogin | None:
-        """Return the login of a registry. Locally it is in Docker's config.json.
+        """Return the login of a registry. Locally it is Docker's: of a credential helper, or in config.json.
 
-        Raises DestinationRefusedError if the file cannot be read.
+        Raises DestinationRefusedError if the file cannot be read, or the helper not be started.
         """
         if self._is_local:
             path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
@@ -112,10 +115,32 @@ class Credentials:
         except FileNotFoundError:
             return None
         try:
-            return login_for(registry, json.loads(content))
+            logins = json.loads(content)
+            return (_login_of_helper(registry, logins) if self._is_local else None) or login_for(registry, logins)
         except (ValueError, TypeError, AttributeError):
             # What the exception says may hold a part of the file.
             raise DestinationRefusedError(f"{path}: holds no logins for registries", _LOGINS_HINT) from None
+        except (OSError, subprocess.TimeoutExpired) as error:
+            message = f"{path}: a credential helper failed ({type(error).__name__})"
+            raise DestinationRefusedError(message, "see that the helper named there works, or log in without it") from None
+
+
+def _login_of_helper(registry: str, logins: Mapping[str, Any]) -> RegistryLogin | None:
+    """Ask the program that keeps the login, as Docker does: one for this registry, or one for all. None: there is none, or it has
+    none. Raises what a document of another form raises, OSError, TimeoutExpired.
+    """
+    name = (logins.get("credHelpers") or {}).get(registry) or logins.get("credsStore")
+    if not name:
+        return None
+    server = _DOCKER_HUB_KEY if _host(registry) == _DOCKER_HUB_KEY else registry
+    done = subprocess.run(
+        [f"docker-credential-{name}", "get"], input=server, capture_output=True, text=True, timeout=_HELPER_SECONDS, check=False
+    )
+    if done.returncode != 0:
+        return None
+    answer = json.loads(done.stdout)
+    username, secret = answer["Username"], answer["Secret"]
+    return RegistryLogin(username, secret, secret if username == _TOKEN_USER else None)
 
 
 def login_for(registry: str, logins: Mapping[str, Any]) -> RegistryLogin | None:

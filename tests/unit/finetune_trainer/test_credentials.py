@@ -120,3 +120,47 @@ def test_on_a_users_machine_keys_of_a_profile_are_found(tmp_path, monkeypatch):
     # A pod has what its Secret holds: the role of its node is not the user's.
     (tmp_path / "mounted").mkdir()
     assert Credentials(tmp_path / "mounted").s3_session() is None
+
+
+HELPER = """#!/bin/sh
+read server
+case "$server" in
+  https://index.docker.io/v1/) echo '{"Username": "user", "Secret": "of-the-hub"}' ;;
+  azure.example) echo '{"Username": "<token>", "Secret": "identity"}' ;;
+  *) echo "credentials not found in native keychain"; exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("registry", "login"),
+    [
+        ("docker.io", RegistryLogin("user", "of-the-hub")),
+        ("azure.example", RegistryLogin("<token>", "identity", "identity")),
+        ("plain.example", RegistryLogin("u", "p")),
+        ("unknown.example", None),
+    ],
+)
+@pytest.mark.parametrize("key", ["credsStore", "credHelpers"])
+def test_on_a_users_machine_credential_helpers_are_asked_first(tmp_path, monkeypatch, registry, login, key):
+    helper = tmp_path / "docker-credential-keychain"
+    helper.write_text(HELPER)
+    helper.chmod(0o755)
+    helpers = {"credsStore": "keychain"} if key == "credsStore" else {"credHelpers": {registry: "keychain"}}
+    logins = {"auths": {"plain.example": {"auth": encoded("u:p")}, "docker.io": {}}} | helpers
+    (tmp_path / "config.json").write_text(json.dumps(logins))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert Credentials(tmp_path / "not-mounted").registry_login(registry) == login
+    # The file of a pod comes from the user's Secret, and starts nothing.
+    mounted = tmp_path / "mounted/registry"
+    mounted.mkdir(parents=True)
+    (mounted / "config.json").write_text(json.dumps(helpers))
+    assert Credentials(mounted.parent).registry_login(registry) is None
+
+
+def test_a_helper_that_is_not_installed_is_said(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({"credsStore": "missing"}))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    with pytest.raises(DestinationRefusedError, match="credential helper failed"):
+        Credentials(tmp_path / "not-mounted").registry_login("a.example")
