@@ -360,7 +360,7 @@ def test_image_runs_as_an_arbitrary_user_on_a_read_only_root(mounted: _Mounted) 
 
 def test_dependencies_import_as_an_arbitrary_user(mounted: _Mounted) -> None:
     modules = {
-        "trainer": "torch, transformers, peft, accelerate, bitsandbytes, pyarrow, obstore, huggingface_hub, tqdm, "
+        "trainer": "torch, transformers, peft, accelerate, bitsandbytes, pyarrow, boto3, huggingface_hub, tqdm, "
         "finetune_trainer, finetune_job",
         "operator": "kopf, kubernetes, prometheus_client, finetune_operator, finetune_job",
     }[mounted.which]
@@ -384,7 +384,7 @@ def test_versions_are_those_of_the_lock(mounted: _Mounted) -> None:
     versions = json.loads((mounted.root / "opt/finetune/versions.json").read_text())
     assert re.fullmatch(r"3\.11\.\d+", versions.pop("python"))
     locked = locks.pinned_versions(mounted.sources.requirements.read_text())
-    names = "torch transformers peft accelerate bitsandbytes safetensors tokenizers numpy pyarrow obstore huggingface-hub tqdm"
+    names = "torch transformers peft accelerate bitsandbytes safetensors tokenizers numpy pyarrow boto3 huggingface-hub tqdm"
     assert versions == {name: locked[name] for name in names.split()}
 
 

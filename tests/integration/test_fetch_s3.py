@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import obstore
 import pytest
 
 from finetune_job.api.base import BucketPath
@@ -19,15 +18,14 @@ from finetune_job.plan.digest import plan_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity
 from finetune_trainer.context import RunContext
-from finetune_trainer.credentials import Credentials, S3Keys
+from finetune_trainer.credentials import Credentials
 from finetune_trainer.errors import DataError, TrainerError
-from finetune_trainer.fetch.bucket import BucketPrefix, open_bucket
+from finetune_trainer.fetch.bucket import BucketPrefix
 from finetune_trainer.fetch.source import SourceUnavailableError
-from finetune_trainer.network.environment import S3Service
 from finetune_trainer.network.retry import RetryPolicy
 from finetune_trainer.roles.fetch import fetch
 from tests.support.cluster.binaries import ensure_binaries
-from tests.support.s3 import ACCESS_KEY, REGION, SECRET_KEY, S3Server, running_s3
+from tests.support.s3 import REGION, SECRET_KEY, S3Server, running_s3
 from tests.unit.finetune_job.rules.manifests import manifest
 
 QUICK = RetryPolicy(attempts=2, first_seconds=0.01)
@@ -108,8 +106,7 @@ def test_what_is_not_there_is_named(signed: S3Server, tmp_path: Path, source: st
 def test_an_object_that_changes_while_it_is_copied_is_not_mixed(signed: S3Server) -> None:
     key = "changing/train.jsonl"
     signed.upload("inputs", {key: WEIGHTS})
-    store = open_bucket("inputs", S3Service(signed.address, REGION), S3Keys(ACCESS_KEY, SECRET_KEY))
-    remote = BucketPrefix(store, BucketPath(bucket="inputs", prefix=key), "spec.data.source", DataError, signed=True)
+    remote = BucketPrefix(signed.client(), BucketPath(bucket="inputs", prefix=key), "spec.data.source", DataError, signed=True)
     [file] = remote.files()
     signed.upload("inputs", {key: WEIGHTS[::-1]})
     with pytest.raises(SourceUnavailableError, match="changed"):
@@ -118,9 +115,9 @@ def test_an_object_that_changes_while_it_is_copied_is_not_mixed(signed: S3Server
 
 def test_a_listing_of_more_than_one_page_is_whole(signed: S3Server) -> None:
     number = 1_100
-    store = signed.bucket("many")
+    signed.make_bucket("many")
+    client = signed.client()
     with ThreadPoolExecutor(8) as executor:
-        list(executor.map(lambda each: obstore.put(store, f"part/{each:05}.jsonl", b"x"), range(number)))
-    opened = open_bucket("many", S3Service(signed.address, REGION), S3Keys(ACCESS_KEY, SECRET_KEY))
-    files = BucketPrefix(opened, BucketPath(bucket="many", prefix="part"), "spec.data.source", DataError, signed=True).files()
+        list(executor.map(lambda each: client.put_object(Bucket="many", Key=f"part/{each:05}.jsonl", Body=b"x"), range(number)))
+    files = BucketPrefix(client, BucketPath(bucket="many", prefix="part"), "spec.data.source", DataError, signed=True).files()
     assert sorted(file.path for file in files) == [f"{each:05}.jsonl" for each in range(number)]

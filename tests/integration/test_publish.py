@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import obstore
 import pytest
 
 from finetune_job.failures import EXIT_CODES, FailureClass, parse_envelope
@@ -25,6 +24,7 @@ from finetune_trainer.publish import oci as oci_module
 from finetune_trainer.publish import s3 as s3_module
 from finetune_trainer.publish.oci import CHUNK_BYTES
 from finetune_trainer.publish.s3 import PART_BYTES
+from finetune_trainer.publish.s3_client import Bucket, ExistsError
 from finetune_trainer.roles.publish import publish
 from tests.support.cluster.binaries import ensure_binaries
 from tests.support.cluster.processes import without_proxies
@@ -72,7 +72,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     with running_s3(ensure_binaries().versitygw, tmp_path_factory.mktemp("s3")) as server:
-        server.bucket(BUCKET)
+        server.make_bucket(BUCKET)
         yield server
 
 
@@ -105,7 +105,11 @@ def open_place(
                     settings = {"s3_endpoint": proxy.address, "s3_region": REGION}
                     return finished_run(tmp_path / folder, address, **settings, **more)  # type: ignore[arg-type]
 
-            see = (lambda tag: artifact(registry, name, tag)) if kind == "oci" else (lambda tag: objects(s3, f"{name}/{tag}"))
+            see = (
+                (lambda tag: artifact(registry, name, tag))
+                if kind == "oci"
+                else (lambda tag: s3.objects(BUCKET, f"{name}/{tag}"))
+            )
             return Place(kind, proxy, credentials, context, see)
 
         yield open_
@@ -132,12 +136,6 @@ def artifact(registry: Registry, repository: str, tag: str) -> dict[str, bytes] 
     except NotThereError:
         return None
     return registry.pull(repository, digest)
-
-
-def objects(s3: S3Server, prefix: str) -> dict[str, bytes]:
-    store = s3.bucket(BUCKET)
-    keys = [str(meta["path"]) for page in obstore.list(store, prefix) for meta in page]
-    return {key.removeprefix(f"{prefix}/"): bytes(obstore.get(store, key).bytes()) for key in keys}
 
 
 def test_signed_results_are_verified_by_the_documented_commands(place: Place, tmp_path: Path) -> None:
@@ -250,6 +248,18 @@ def test_objects_of_somebody_else_are_refused(open_place: Callable[[str], Place]
     assert words in str(error)
     assert place.visible("v1")[key] == b"somebody's"  # type: ignore[index]
     assert not is_complete(place.visible("v1"))
+
+
+def test_a_real_store_refuses_to_overwrite_what_came_meanwhile(s3: S3Server) -> None:
+    bucket, key = Bucket(s3.client(), BUCKET, threading.Event(), signed=True), "meanwhile/model.safetensors"
+    upload = bucket.create_upload(key, "0")
+    tags = {1: bucket.upload_part(key, upload, 1, b"of the slow one")}
+    bucket.put(key, b"of the fast one", "1")
+    for write in (lambda: bucket.complete_upload(key, upload, tags), lambda: bucket.put(key, b"of the slow one", "0")):
+        with pytest.raises(ExistsError):
+            write()
+    assert bucket.get(key, 100) == b"of the fast one"
+    bucket.abort_upload(key, upload)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,19 +23,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import obstore
-
 from finetune_trainer.context import RunContext
-from finetune_trainer.credentials import S3Keys
-from finetune_trainer.network.environment import S3Service
-from finetune_trainer.publish.http import HttpClient
-from finetune_trainer.publish.s3_client import Bucket
 from tests.support.cluster.binaries import ensure_binaries
 from tests.support.cluster.processes import without_proxies
 from tests.support.faulty_proxy import FaultyProxy, Moment, running_proxy
 from tests.support.finished_run import finished_run, publish_arguments, published_files
 from tests.support.registry import NotThereError, Registry, running_registry
-from tests.support.s3 import ACCESS_KEY, REGION, SECRET_KEY, S3Server, running_s3
+from tests.support.s3 import REGION, S3Server, running_s3
 from tests.support.source_seed import add_seed
 
 WEIGHT_BYTES = (36_000_000, 100_000)
@@ -82,7 +75,7 @@ def kinds(directory: Path, credentials: Path) -> Iterator[list[Kind]]:
     with ExitStack() as stack:
         registry = stack.enter_context(running_registry(directory / "registry", needs_login=True))
         s3 = stack.enter_context(running_s3(ensure_binaries().versitygw, directory / "s3"))
-        s3.bucket(_BUCKET)
+        s3.make_bucket(_BUCKET)
         before_registry = stack.enter_context(running_proxy(registry.host))
         before_s3 = stack.enter_context(running_proxy(s3.address.removeprefix("http://")))
         for folder, files in {
@@ -125,9 +118,7 @@ def _visible_artifact(registry: Registry, repository: str) -> dict[str, bytes] |
 
 def _visible_objects(s3: S3Server, prefix: str) -> dict[str, bytes] | None:
     """Everything below the prefix, if SHA256SUMS is there."""
-    store = s3.bucket(_BUCKET)
-    keys = [str(meta["path"]) for page in obstore.list(store, prefix) for meta in page]
-    files = {key.removeprefix(f"{prefix}/"): bytes(obstore.get(store, key).bytes()) for key in keys}
+    files = s3.objects(_BUCKET, prefix)
     if _CHECKSUMS not in files:
         return None
     named = {line.split("  ", 1)[1] for line in files[_CHECKSUMS].decode().splitlines()}
@@ -137,12 +128,8 @@ def _visible_objects(s3: S3Server, prefix: str) -> dict[str, bytes] | None:
 
 
 def _unfinished_uploads(s3: S3Server, prefix: str) -> str:
-    wire = HttpClient(threading.Event())
-    try:
-        keys = S3Keys(ACCESS_KEY, SECRET_KEY)
-        left = Bucket(wire, S3Service(s3.address, REGION), _BUCKET, keys).uploads(f"{prefix}/")
-    finally:
-        wire.close()
+    answer = s3.client().list_multipart_uploads(Bucket=_BUCKET, Prefix=f"{prefix}/")
+    left = [(upload["Key"], upload["UploadId"]) for upload in answer.get("Uploads", ())]
     return f"uploads are left: {left}" if left else ""
 
 

@@ -9,12 +9,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
 
 import httpx2
-import obstore
 import pytest
-from obstore.store import MemoryStore
 
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.plan.digest import plan_sha256
@@ -27,13 +24,14 @@ from finetune_trainer.errors import DestinationRefusedError
 from finetune_trainer.inspection.model_files import inspect_model_files
 from finetune_trainer.network.retry import RetryPolicy
 from finetune_trainer.publish import http as publish_http
-from finetune_trainer.publish.s3_client import SHA256_HEADER
+from finetune_trainer.publish import s3 as publish_s3
 from finetune_trainer.release.write import write_release_files
-from finetune_trainer.roles import fetch as fetch_run
+from finetune_trainer.roles import fetch as fetch_role
 from finetune_trainer.roles.fetch import fetch
 from finetune_trainer.roles.publish import publish
 from tests.pitfalls.manifests import plans
 from tests.support.hub import Hub, running_hub
+from tests.support.memory_s3 import MemoryS3
 from tests.unit.finetune_job.rules.manifests import judged, manifest
 from tests.unit.finetune_trainer.release.example import IMAGE, Example, example
 
@@ -94,47 +92,14 @@ def test_results_below_a_model_change_nothing_of_it(tmp_path: Path):
     assert {"README.md", "SHA256SUMS"} <= set(content(made.context.base_model / "tuned"))
 
 
-class Store:
-    """An object store that keeps everything in one bucket, `ours`, for the publish role and the fetch role."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, objects: dict[str, bytes]) -> None:
-        self.objects, self.digests = dict(objects), dict[str, str]()
-        client = httpx2.Client
-        transport = httpx2.MockTransport(self._answer)
-        monkeypatch.setattr(publish_http.httpx2, "Client", lambda **options: client(transport=transport, **options))
-        monkeypatch.setattr(fetch_run, "open_bucket", lambda *_: self._readable())
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            monkeypatch.delenv(name, raising=False)
-
-    def _readable(self) -> MemoryStore:
-        store = MemoryStore()
-        for key, value in self.objects.items():
-            obstore.put(store, key, value)
-        return store
-
-    def _answer(self, request: httpx2.Request) -> httpx2.Response:
-        address = urlsplit(str(request.url))
-        key, query = (
-            unquote(address.path).removeprefix("/ours").removeprefix("/"),
-            parse_qs(address.query, keep_blank_values=True),
-        )
-        if "uploads" in query:
-            return httpx2.Response(200, text="<Uploads/>")
-        if "list-type" in query:
-            listed = [f"<Contents><Key>{name}</Key><Size>{len(value)}</Size></Contents>" for name, value in self._below(query)]
-            return httpx2.Response(200, text=f"<List>{''.join(listed)}</List>")
-        if request.method == "PUT":
-            self.objects[key], self.digests[key] = request.content, request.headers[SHA256_HEADER]
-            return httpx2.Response(200)
-        if key not in self.objects:
-            return httpx2.Response(404)
-        told = {SHA256_HEADER: self.digests[key]} if key in self.digests else {}
-        if request.method == "HEAD":
-            return httpx2.Response(200, headers={"Content-Length": str(len(self.objects[key])), **told})
-        return httpx2.Response(200, content=self.objects[key], headers=told)
-
-    def _below(self, query: dict[str, list[str]]) -> list[tuple[str, bytes]]:
-        return [(key, value) for key, value in sorted(self.objects.items()) if key.startswith(query["prefix"][0])]
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> MemoryS3:
+    """The bucket `ours`, for the publish role and the fetch role."""
+    made = MemoryS3()
+    for module in (publish_s3, fetch_role):
+        monkeypatch.setattr(module, "open_store", lambda *_, **_more: made.client())
+    monkeypatch.setattr(Credentials, "s3_session", lambda _: None)
+    return made
 
 
 BUCKET_MODEL = {"base/config.json": b"{}", "base/model.safetensors": b"weights", "base/README.md": b"# Base\n"}
@@ -146,10 +111,8 @@ BUCKET_DATA = {"set/a.jsonl": b'{"prompt": "a", "completion": "b"}\n'}
     ("source", "destination"),
     [({"model.source": "s3://ours/base"}, "s3://ours/base"), ({"data.source": "s3://ours/set/a.jsonl"}, "s3://ours")],
 )
-def test_a_prefix_that_holds_inputs_takes_no_results(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: dict[str, Any], destination: str
-):
-    store = Store(monkeypatch, BUCKET_MODEL | BUCKET_DATA)
+def test_a_prefix_that_holds_inputs_takes_no_results(store: MemoryS3, tmp_path: Path, source: dict[str, Any], destination: str):
+    store.objects = BUCKET_MODEL | BUCKET_DATA
     changes = {**source, DESTINATION: destination}
     wrong, right = plans("output-overlaps-bucket-input", changes)
     with pytest.raises(DestinationRefusedError, match="holds what does not belong to this release"):
@@ -161,9 +124,9 @@ def test_a_prefix_that_holds_inputs_takes_no_results(
 
 
 @pytest.mark.reproduces("output-overlaps-bucket-input")
-def test_the_next_run_would_fetch_results_as_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_next_run_would_fetch_results_as_records(store: MemoryS3, tmp_path: Path):
     changes = {"data.source": "s3://ours/set", DESTINATION: "s3://ours/set/tuned"}
-    store, records = Store(monkeypatch, {}), []
+    records = []
     for name, plan in zip(("wrong", "right"), plans("output-overlaps-bucket-input", changes), strict=True):
         store.objects = dict(BUCKET_DATA)
         made = finished(tmp_path / name, changes, plan).context
@@ -175,10 +138,10 @@ def test_the_next_run_would_fetch_results_as_records(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("prefix", ["s3://ours/base", "s3://ours"])
-def test_results_below_a_models_prefix_are_no_part_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prefix: str):
+def test_results_below_a_models_prefix_are_no_part_of_it(store: MemoryS3, tmp_path: Path, prefix: str):
     below = prefix.removeprefix("s3://ours").lstrip("/")
     files = {name.removeprefix("base/"): value for name, value in BUCKET_MODEL.items()}
-    Store(monkeypatch, {f"{below}/{name}".lstrip("/"): value for name, value in files.items()})
+    store.objects = {f"{below}/{name}".lstrip("/"): value for name, value in files.items()}
     changes = {"model.source": prefix, DESTINATION: f"{prefix}/tuned"}
     assert judged(manifest(changes)) == ()
     made = example(tmp_path, changes)

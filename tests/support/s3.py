@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import obstore
-from obstore.store import S3Store
+from boto3.session import Session
 
+from finetune_trainer.network.environment import S3Service
+from finetune_trainer.network.object_store import open_store
 from tests.support.cluster.errors import wait_until
 from tests.support.cluster.processes import Component, start_component
 
@@ -28,23 +30,28 @@ class S3Server:
     """Each directory in it is a bucket."""
     server: Component
 
-    def bucket(self, name: str, secret_key: str = SECRET_KEY) -> S3Store:
-        """The bucket of that name, made if it is not there."""
+    def make_bucket(self, name: str) -> None:
+        """Make a bucket, if it is not there."""
         (self.buckets / name).mkdir(exist_ok=True)
-        return S3Store(
-            name,
-            endpoint=self.address,
-            region=REGION,
-            access_key_id=ACCESS_KEY,
-            secret_access_key=secret_key,
-            client_options={"allow_http": True},
-        )
+
+    def client(self) -> Any:
+        """Return boto3's client, with the right keys."""
+        session = Session(aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY)
+        return open_store(S3Service(self.address, REGION), session, connections=8)
 
     def upload(self, name: str, objects: dict[str, bytes]) -> None:
         """Put objects into a bucket."""
-        store = self.bucket(name)
+        self.make_bucket(name)
+        client = self.client()
         for key, content in objects.items():
-            obstore.put(store, key, content)
+            client.put_object(Bucket=name, Key=key, Body=content)
+
+    def objects(self, name: str, prefix: str) -> dict[str, bytes]:
+        """Return the objects of a bucket below a prefix, by the rest of their keys."""
+        client, below = self.client(), f"{prefix}/"
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=name, Prefix=below)
+        keys = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+        return {key.removeprefix(below): client.get_object(Bucket=name, Key=key)["Body"].read() for key in keys}
 
     def environment(self) -> dict[str, str]:
         """What a client's environment needs to get in."""

@@ -128,7 +128,7 @@ COVERED_BY = {
     "finetune_trainer/publish/destination.py": "finetune_trainer/publish/test_hub.py",
     "finetune_trainer/publish/hub_changes.py": "finetune_trainer/publish/test_hub.py",
     "finetune_trainer/publish/oci.py": "../integration/test_publish.py",
-    "finetune_trainer/publish/s3_client.py": "finetune_trainer/publish/test_http_hostile_answers.py",
+    "finetune_trainer/publish/s3_client.py": "finetune_trainer/publish/test_s3.py",
     "finetune_trainer/roles/audit.py": "finetune_trainer/inspection/test_audit.py",
     "finetune_trainer/small_models/fields.py": "finetune_trainer/rehearsal/test_scaled_model.py",
     "finetune_trainer/small_models/layers.py": "finetune_trainer/rehearsal/test_scaled_model.py",

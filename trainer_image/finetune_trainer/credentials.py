@@ -11,40 +11,35 @@ import base64
 import binascii
 import json
 import os
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune_job.names import (
     HUB_TOKEN,
     REGISTRY_LOGINS,
-    S3_ACCESS_KEY_ID,
-    S3_SECRET_ACCESS_KEY,
-    S3_SESSION_TOKEN,
+    S3_KEYS,
     SIGNING_KEY,
     CredentialFile,
 )
-from finetune_trainer.errors import DestinationRefusedError
+from finetune_trainer.errors import ConfigError, DestinationRefusedError
+
+if TYPE_CHECKING:
+    from boto3.session import Session
 
 DOCKER_HUB = "docker.io"
 _DOCKER_HUB_HOSTS = frozenset({DOCKER_HUB, "index.docker.io", "registry-1.docker.io"})
 _DOCKER_HUB_KEY = "https://index.docker.io/v1/"
 """Under which Docker keeps the login of its own registry."""
 _TOKEN_USER = "<token>"  # noqa: S105 - the user name that stands for an identity token
+_HELPER_SECONDS = 60.0
+"""Longest time for a credential helper; it may ask the user."""
 _LOGINS_HINT = (
     "spec.output.secretRef must name a Secret of type kubernetes.io/dockerconfigjson, as `kubectl create secret docker-registry` "
     "makes it (on your own machine: `docker login`)"
 )
-
-
-@dataclass(frozen=True)
-class S3Keys:
-    """Signs requests to an object store."""
-
-    access_key_id: str = field(repr=False)
-    secret_access_key: str = field(repr=False)
-    session_token: str | None = field(repr=False, default=None)
 
 
 @dataclass(frozen=True)
@@ -82,18 +77,35 @@ class Credentials:
 
         return get_token()
 
-    def s3_keys(self) -> S3Keys | None:
-        """Locally AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN. None: requests are not signed."""
-        files = (S3_ACCESS_KEY_ID, S3_SECRET_ACCESS_KEY, S3_SESSION_TOKEN)
-        key_id, secret, token = (os.environ.get(file.key) if self._is_local else self._value(file) for file in files)
-        return S3Keys(key_id, secret, token or None) if key_id and secret else None
+    def s3_session(self) -> Session | None:
+        """Return boto3's session. Locally it finds what the tools of AWS find: variables, profiles, single sign-on, the machine's
+        role; in a pod the Secret alone, because the role of a node is not the user's. None: requests are not signed.
+
+        Raises ConfigError if the machine's settings cannot be used.
+        """
+        from boto3.session import Session
+        from botocore.exceptions import BotoCoreError
+
+        if self._is_local:
+            try:
+                found = Session()
+                return found if found.get_credentials() is not None else None
+            except BotoCoreError as error:
+                raise ConfigError(f"AWS credentials: {error}", "correct AWS_PROFILE, or the files in ~/.aws") from None
+        key_id, secret, token = (self._value(file) for file in S3_KEYS)
+        if not (key_id and secret):
+            return None
+        return Session(aws_access_key_id=key_id, aws_secret_access_key=secret, aws_session_token=token)
 
     def signing_key(self) -> str | None:
         """PEM. None: nothing is signed, as on a user's own machine."""
         return None if self._is_local else self._value(SIGNING_KEY)
 
     def registry_login(self, registry: str) -> RegistryLogin | None:
-        """Locally from Docker's config.json. Raises DestinationRefusedError if the file cannot be read."""
+        """Return the login of a registry. Locally it is Docker's: of a credential helper, or in config.json.
+
+        Raises DestinationRefusedError if the file cannot be read, or the helper not be started.
+        """
         if self._is_local:
             path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
         else:
@@ -103,10 +115,32 @@ class Credentials:
         except FileNotFoundError:
             return None
         try:
-            return login_for(registry, json.loads(content))
+            logins = json.loads(content)
+            return (_login_of_helper(registry, logins) if self._is_local else None) or login_for(registry, logins)
         except (ValueError, TypeError, AttributeError):
             # What the exception says may hold a part of the file.
             raise DestinationRefusedError(f"{path}: holds no logins for registries", _LOGINS_HINT) from None
+        except (OSError, subprocess.TimeoutExpired) as error:
+            message = f"{path}: a credential helper failed ({type(error).__name__})"
+            raise DestinationRefusedError(message, "see that the helper named there works, or log in without it") from None
+
+
+def _login_of_helper(registry: str, logins: Mapping[str, Any]) -> RegistryLogin | None:
+    """Ask the program that keeps the login, as Docker does: one for this registry, or one for all. None: there is none, or it has
+    none. Raises what a document of another form raises, OSError, TimeoutExpired.
+    """
+    name = (logins.get("credHelpers") or {}).get(registry) or logins.get("credsStore")
+    if not name:
+        return None
+    server = _DOCKER_HUB_KEY if _host(registry) == _DOCKER_HUB_KEY else registry
+    done = subprocess.run(
+        [f"docker-credential-{name}", "get"], input=server, capture_output=True, text=True, timeout=_HELPER_SECONDS, check=False
+    )
+    if done.returncode != 0:
+        return None
+    answer = json.loads(done.stdout)
+    username, secret = answer["Username"], answer["Secret"]
+    return RegistryLogin(username, secret, secret if username == _TOKEN_USER else None)
 
 
 def login_for(registry: str, logins: Mapping[str, Any]) -> RegistryLogin | None:

@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from finetune_cli.local.known_runs import KnownRun
+from finetune_cli.render.columns import table
 from finetune_cli.render.run import progress_text, stage_text
 
 _HEADER = ("JOB", "STATE", "PROCESS", "SINCE", "STEP")
 
 
 def runs_text(runs: Sequence[KnownRun], claims: Path) -> str:
-    """One line for each."""
+    """Return a table with one line for each run."""
     if not runs:
         return f"no job was run below {claims}\n"
-    rows = [_HEADER, *(_row(run) for run in runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    return "".join("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows)
+    return table(_HEADER, [_row(run) for run in runs])
 
 
 def _row(run: KnownRun) -> tuple[str, ...]:

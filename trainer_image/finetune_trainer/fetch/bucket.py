@@ -1,75 +1,36 @@
-"""`s3://` sources, asked for with obstore: an object, or all objects below a prefix, each read in the version that was listed."""
+"""`s3://` sources, asked for with boto3: an object, or all objects below a prefix, each read in the version that was listed."""
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
+from http import HTTPStatus
+from typing import Any
 
-import obstore
-from obstore.exceptions import (
-    BaseError,
-    GenericError,
-    InvalidPathError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-)
-from obstore.store import ObjectStore, S3Store
+from botocore.exceptions import ClientError
 
 from finetune_job.api.base import BucketPath
-from finetune_trainer.credentials import S3Keys
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.fetch.source import RemoteFile, SourceUnavailableError
-from finetune_trainer.network.certificates import untrusted_certificate
-from finetune_trainer.network.environment import S3Service
-from finetune_trainer.network.http_status import ABSENT, DENIED, RETRYABLE
+from finetune_trainer.network.http_status import ABSENT, DENIED
+from finetune_trainer.network.object_store import FAILURES, refusal, status_of
 from finetune_trainer.network.retry import TransientError
 
 RANGE_BYTES = 16 * 1024**2
 """Of one request: many at once are what an object store is fast with."""
 RANGES_AT_ONCE = 4
 """Requests in flight for one file; with eight files at a time they hold half a gibibyte at most."""
-_CONNECT = timedelta(seconds=30)
-_REQUEST = timedelta(seconds=300)
-"""For one range, so that a line of half a megabit per second is still fast enough."""
-_STATUS = re.compile(r"status code: (\d\d\d)")
-_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
-
-
-def open_bucket(bucket: str, service: S3Service, keys: S3Keys | None) -> ObjectStore:
-    """A bucket; without keys, requests are not signed, as public buckets allow."""
-    settings: dict[str, str] = {"region": service.region}
-    if service.address:
-        settings["endpoint"] = service.address
-    if keys is not None:
-        settings |= {"access_key_id": keys.access_key_id, "secret_access_key": keys.secret_access_key}
-        if keys.session_token is not None:
-            settings["session_token"] = keys.session_token
-    return S3Store(
-        bucket,
-        config=settings,  # type: ignore[arg-type]
-        skip_signature=keys is None,
-        client_options={
-            "allow_http": service.is_plain_http,
-            "connect_timeout": _CONNECT,
-            "timeout": _REQUEST,
-        },
-        # Failures are counted, told and waited for in one place: network/retry.py.
-        retry_config={"max_retries": 0},
-    )
 
 
 class BucketPrefix:
     """One object, or the objects below a prefix."""
 
-    def __init__(self, store: ObjectStore, place: BucketPath, field: str, refusal: type[TrainerError], *, signed: bool) -> None:
-        """`field`: where the manifest names the source. `refusal`: what is raised where the source is not there or not for us.
-        `signed`: whether there are credentials.
+    def __init__(self, store: Any, place: BucketPath, field: str, refused: type[TrainerError], *, signed: bool) -> None:
+        """`store`: boto3's client. `field`: where the manifest names the source. `refused`: what is raised where the source is
+        not there or not for us. `signed`: whether there are credentials.
         """
-        self._store, self._place, self._refusal, self._signed = store, place, refusal, signed
+        self._store, self._place, self._refused, self._signed = store, place, refused, signed
         self._shown = f"{field}: s3://{place.bucket}/{place.prefix}"
 
     def files(self) -> list[RemoteFile]:
@@ -79,96 +40,90 @@ class BucketPrefix:
             if single is not None:
                 return [single]
             prefix = f"{self._place.prefix}/" if self._place.prefix else ""
+            pages = self._store.get_paginator("list_objects_v2").paginate(Bucket=self._place.bucket, Prefix=prefix)
             found = [
-                self._remote_file(meta, str(meta["path"]).removeprefix(prefix))
-                for page in obstore.list(self._store, self._place.prefix or None)
-                for meta in page
-                if str(meta["path"]) != self._place.prefix and not str(meta["path"]).endswith("/")
+                self._remote_file(entry["Key"], entry["Size"], entry.get("ETag"), entry["Key"].removeprefix(prefix))
+                for page in pages
+                for entry in page.get("Contents", ())
+                if not entry["Key"].endswith("/")
             ]
-        except (BaseError, OSError, ValueError) as error:
+        except FAILURES as error:
             raise self._failure(error) from None
         if not found:
-            raise self._refusal(
+            raise self._refused(
                 f"{self._shown}: there is no such object and nothing below it", "correct the bucket or the prefix"
             )
         return found
 
     def _single(self) -> RemoteFile | None:
-        if not self._place.prefix:
+        key = self._place.prefix
+        if not key:
             return None
         try:
-            meta = obstore.head(self._store, self._place.prefix)
-        except (FileNotFoundError, PermissionDeniedError, UnauthenticatedError):
-            # Who may list but not read, and who names a prefix, both learn what is wrong from the listing.
-            return None
-        return self._remote_file(meta, self._place.prefix.rpartition("/")[2])
+            answer = self._store.head_object(Bucket=self._place.bucket, Key=key)
+        except ClientError as error:
+            if status_of(error) in DENIED | ABSENT:
+                # Who may list but not read, and who names a prefix, both learn what is wrong from the listing.
+                return None
+            raise
+        return self._remote_file(key, answer["ContentLength"], answer.get("ETag"), key.rpartition("/")[2])
 
-    def _remote_file(self, meta: obstore.ObjectMeta, path: str) -> RemoteFile:
-        tag = meta["e_tag"]
+    def _remote_file(self, key: str, size: int, tag: str | None, path: str) -> RemoteFile:
         if not tag:
             raise SourceUnavailableError(
-                f"{self._shown}: {meta['path']} has no ETag, so that a change of it could not be seen", "use another object store"
+                f"{self._shown}: {key} has no ETag, so that a change of it could not be seen", "use another object store"
             )
-        return RemoteFile(path=path, size=meta["size"], version=tag, address=meta["path"])
+        return RemoteFile(path=path, size=size, version=tag, address=key)
 
     def read(self, file: RemoteFile, offset: int) -> Iterator[bytes | memoryview]:
         """The bytes from `offset` on, some ranges ahead. Raises TransientError, TrainerError."""
-        starts = iter(range(offset, file.size, RANGE_BYTES))
-        ahead: deque[Future[obstore.Bytes]] = deque()
+        ahead: deque[Future[bytes]] = deque()
         executor = ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="range")
         try:
-            for start in starts:
+            for start in range(offset, file.size, RANGE_BYTES):
                 ahead.append(executor.submit(self._range, file, start, min(start + RANGE_BYTES, file.size)))
                 if len(ahead) == RANGES_AT_ONCE:
-                    yield memoryview(ahead.popleft().result())
+                    yield ahead.popleft().result()
             while ahead:
-                yield memoryview(ahead.popleft().result())
-        except (BaseError, OSError, ValueError) as error:
+                yield ahead.popleft().result()
+        except FAILURES as error:
             raise self._failure(error) from None
         finally:
             executor.shutdown(cancel_futures=True)
 
-    def _range(self, file: RemoteFile, start: int, end: int) -> obstore.Bytes:
-        answer = obstore.get(self._store, file.address, options={"range": (start, end), "if_match": file.version})
-        return answer.bytes()
+    def _range(self, file: RemoteFile, start: int, end: int) -> bytes:
+        answer = self._store.get_object(
+            Bucket=self._place.bucket, Key=file.address, Range=f"bytes={start}-{end - 1}", IfMatch=file.version
+        )
+        if answer["ContentLength"] != end - start:
+            raise TransientError(f"the object store gives {answer['ContentLength']} bytes where {end - start} were asked for")
+        content: bytes = answer["Body"].read()
+        return content
 
     def _failure(self, error: Exception) -> Exception:
-        match error:
-            case PermissionDeniedError() | UnauthenticatedError():
-                return self._denied("")
-            case FileNotFoundError():
-                return self._not_found("")
-            case PreconditionError():
-                return SourceUnavailableError(
-                    f"{self._shown}: an object changed while it was copied", "let nothing write below the prefix during a run"
-                )
-            case InvalidPathError() | ValueError():
-                return self._refusal(f"{self._shown}: holds a key that is not a path", "rename the object")
-        # The text itself is not passed on: it holds what was sent, down to the string that was signed.
-        text = str(error) if isinstance(error, GenericError) else ""
-        status, code = _STATUS.search(text), _CODE.search(text)
-        if status is None:
-            return untrusted_certificate(error) or TransientError(f"the object store did not answer ({type(error).__name__})")
-        said = f" (HTTP status {status[1]}{f', {code[1]}' if code else ''})"
-        match int(status[1]):
-            case number if number in RETRYABLE:
-                return TransientError(f"the object store is busy or broken{said}")
-            case number if number in DENIED:
-                return self._denied(said)
-            case number if number in ABSENT:
-                return self._not_found(said)
+        """Return what to raise in its place. Raises TransientError if trying again may help."""
+        refused = refusal(error)
+        said = f" ({refused})"
+        if refused.status in DENIED or refused.lacks_credentials:
+            return self._denied(said)
+        if refused.status in ABSENT:
+            return self._not_found(said)
+        if refused.status == HTTPStatus.PRECONDITION_FAILED:
+            return SourceUnavailableError(
+                f"{self._shown}: an object changed while it was copied", "let nothing write below the prefix during a run"
+            )
         return SourceUnavailableError(
             f"{self._shown}: the object store refuses the request{said}",
             "check s3Endpoint and s3Region of the profile's spec.fetch",
         )
 
     def _not_found(self, said: str) -> Exception:
-        return self._refusal(f"{self._shown}: there is no such bucket or object{said}", "correct the bucket or the key")
+        return self._refused(f"{self._shown}: there is no such bucket or object{said}", "correct the bucket or the key")
 
     def _denied(self, said: str) -> Exception:
         keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         if self._signed:
-            hint = f"the keys of spec.fetch.s3SecretRef (on your own machine: {keys}) may not list and read it"
+            hint = "the keys of spec.fetch.s3SecretRef (on your own machine: those of your tools of AWS) may not list and read it"
         else:
-            hint = f"name a Secret with {keys} in spec.fetch.s3SecretRef (on your own machine: set them)"
-        return self._refusal(f"{self._shown}: access is refused{said}", hint)
+            hint = f"name a Secret with {keys} in spec.fetch.s3SecretRef (on your own machine: log in as for the tools of AWS)"
+        return self._refused(f"{self._shown}: access is refused{said}", hint)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from accelerate.utils import find_tied_parameters, retie_parameters, set_module_tensor_to_device
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -166,13 +167,10 @@ def reserve_parameters(model: PreTrainedModel) -> None:
     """Give a model built on the meta device parameters of zeros on the CPU, which take no room until they are written."""
     # Each assignment while the model was built made a parameter of its own.
     model.tie_weights()
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(lazy_zeros(parameter.shape, parameter.dtype), parameter.requires_grad)
-            # Not through setattr, which modules may override; tied parameters stay tied.
-            module._parameters[name] = made[id(parameter)]  # noqa: SLF001
+    tied = find_tied_parameters(model)
+    for name, parameter in list(model.named_parameters()):
+        set_module_tensor_to_device(model, name, "cpu", value=lazy_zeros(parameter.shape, parameter.dtype))
+    retie_parameters(model, tied)
 
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

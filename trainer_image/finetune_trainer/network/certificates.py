@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import ssl
 
 from finetune_trainer.network.retry import TransientError
@@ -12,8 +11,6 @@ _FIX = (
     "if an authority of your own signed it, name its certificates in spec.caBundle of the FineTuneProfile "
     "(on your own machine: set SSL_CERT_FILE)"
 )
-_OF_THE_OBJECT_STORE = re.compile(r"InvalidCertificate\(\s*(\w{1,64})")
-"""The client of object stores tells of it in the text alone."""
 
 
 def untrusted_certificate(error: BaseException) -> TransientError | None:
@@ -23,8 +20,7 @@ def untrusted_certificate(error: BaseException) -> TransientError | None:
         if isinstance(cause, ssl.SSLCertVerificationError):
             return _failure(cause.verify_message)
         cause = cause.__cause__ or cause.__context__
-    found = _OF_THE_OBJECT_STORE.search(str(error))
-    return None if found is None else _failure(found[1])
+    return None
 
 
 def _failure(reason: str) -> TransientError:

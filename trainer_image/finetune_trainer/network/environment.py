@@ -31,10 +31,6 @@ class S3Service:
     """None: that of AWS in this region."""
     region: str
 
-    @property
-    def is_plain_http(self) -> bool:
-        return self.address is not None and self.address.startswith("http://")
-
 
 def s3_service(endpoint: str | None, region: str | None) -> S3Service:
     """What the plan says; None leaves it to AWS_ENDPOINT_URL and AWS_REGION, which no pod has."""

@@ -1,7 +1,8 @@
 """`s3://` destinations: an object for each file below the prefix, SHA256SUMS last.
 
 A prefix belongs to one release. A reader that sees SHA256SUMS there sees everything it names; before that, the prefix has none.
-Nothing is ever overwritten: a prefix that holds another release, or objects of somebody else, is refused.
+Nothing is ever overwritten: a prefix that holds another release, or objects of somebody else, is refused, and every object is
+written only if there is none of its key (`If-None-Match: *`), so that of two publications at the same time one is refused, too.
 
 Every object carries the SHA-256 of its file, and the store itself compares the body of each signed request with the digest in the
 signature. So an object that is there with the right digest is not sent again, nor is a part of an unfinished upload that the
@@ -18,15 +19,16 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from boto3.session import Session
+
 from finetune_job.api.base import BucketPath
-from finetune_trainer.credentials import S3Keys
 from finetune_trainer.errors import CheckpointError, DestinationRefusedError, DestinationUnavailableError
 from finetune_trainer.network.environment import S3Service
+from finetune_trainer.network.object_store import open_store
 from finetune_trainer.network.retry import RetryPolicy, with_retries
 from finetune_trainer.publish.destination import DESTINATION_FIELD, Publication, destination_unavailable
-from finetune_trainer.publish.http import HttpClient
 from finetune_trainer.publish.resumable import ProvenReader, UploadJournal, read_proven
-from finetune_trainer.publish.s3_client import Bucket, NoSuchUploadError, StoredObject
+from finetune_trainer.publish.s3_client import Bucket, ExistsError, NoSuchUploadError, StoredObject
 from finetune_trainer.release.files import Release, ReleaseFile
 
 log = logging.getLogger(__name__)
@@ -52,16 +54,17 @@ class BucketDestination:
         self,
         place: BucketPath,
         service: S3Service,
-        keys: S3Keys | None,
+        session: Session | None,
         journal: UploadJournal,
         stop: threading.Event,
         *,
         patience: RetryPolicy | None = None,
     ) -> None:
+        """`session`: boto3's, with credentials; None: requests are not signed."""
         self._place, self._journal, self._stop = place, journal, stop
         self._patience = patience or RetryPolicy()
-        self._wire = HttpClient(stop)
-        self._bucket = Bucket(self._wire, service, place.bucket, keys)
+        client = open_store(service, session, connections=PARTS_AT_ONCE)
+        self._bucket = Bucket(client, place.bucket, stop, signed=session is not None)
         self._prefix = f"{place.prefix.rstrip('/')}/" if place.prefix else ""
         self._address = f"s3://{place.bucket}/{self._prefix}".rstrip("/")
 
@@ -70,7 +73,7 @@ class BucketDestination:
         try:
             return self._publish(release)
         finally:
-            self._wire.close()
+            self._bucket.close()
 
     def _publish(self, release: Release) -> Publication:
         files = {self._prefix + file.name: file for file in release.files}
@@ -81,31 +84,41 @@ class BucketDestination:
             self._upload_file(key, file, exists=key in there)
         self._prove_all(files)
         if manifest not in there:
-            content = read_proven(release.manifest)
-            self._with_retries(f"writing {manifest}", lambda: self._bucket.put(manifest, content, release.manifest.sha256))
+            try:
+                self._put(manifest, release.manifest)
+            except ExistsError:  # another publication was faster, or ours, whose answer never came
+                self._check_manifest(manifest, release.manifest)
         self._journal.forget()
         return Publication(
             address=f"{self._address}@sha256:{release.manifest.sha256}",
             digest=release.manifest.sha256,
-            bytes_sent=self._wire.bytes_sent,
+            bytes_sent=self._bucket.bytes_sent,
         )
 
     def _existing_keys(self, release: Release, ours: set[str]) -> set[str]:
         """Keys of the release that are there already. Raises DestinationRefusedError if anything else is."""
-        listed = self._with_retries("listing what is there", lambda: list(self._bucket.list_objects(self._prefix)))
+        listed = self._with_retries("listing what is there", lambda: self._bucket.list_objects(self._prefix))
         # Consoles make an empty object to show a directory.
-        keys = {key: size for key, size in listed if not (key.endswith("/") and size == 0)}
+        keys = {key for key, size in listed.items() if not (key.endswith("/") and size == 0)}
         manifest = self._prefix + release.manifest.name
         if manifest in keys:
-            is_same = keys[manifest] == release.manifest.size
-            found = self._with_retries(f"reading {manifest}", lambda: self._bucket.get(manifest)) if is_same else b""
-            if hashlib.sha256(found).hexdigest() != release.manifest.sha256:
-                raise self._occupied(f"holds another release: its {release.manifest.name} differs")
-        foreign = sorted(set(keys) - ours)
+            self._check_manifest(manifest, release.manifest)
+        foreign = sorted(keys - ours)
         if foreign:
             more = f" and {len(foreign) - _SHOWN_KEYS} more" if len(foreign) > _SHOWN_KEYS else ""
             raise self._occupied(f"holds what does not belong to this release: {', '.join(foreign[:_SHOWN_KEYS])}{more}")
-        return set(keys)
+        return keys
+
+    def _check_manifest(self, key: str, manifest: ReleaseFile) -> None:
+        """Raise DestinationRefusedError if the list of files that is there is another one."""
+        content = self._with_retries(f"reading {key}", lambda: self._bucket.get(key, manifest.size + 1))
+        if hashlib.sha256(content).hexdigest() != manifest.sha256:
+            raise self._occupied(f"holds another release: its {manifest.name} differs")
+
+    def _put(self, key: str, file: ReleaseFile) -> None:
+        """Raises ExistsError."""
+        content = read_proven(file)
+        self._with_retries(f"writing {key}", lambda: self._bucket.put(key, content, file.sha256))
 
     def _occupied(self, why: str) -> DestinationRefusedError:
         return DestinationRefusedError(
@@ -146,8 +159,10 @@ class BucketDestination:
         if exists and self._is_there(key, file):
             return
         if file.size <= PART_BYTES:
-            content = read_proven(file)
-            self._with_retries(f"writing {key}", lambda: self._bucket.put(key, content, file.sha256))
+            try:
+                self._put(key, file)
+            except ExistsError:
+                self._is_there(key, file)
         else:
             # An upload is lost when another process ends it, or when it was completed and the answer never came.
             for _ in range(self._patience.attempts):
@@ -181,7 +196,11 @@ class BucketDestination:
             self._with_retries(f"ending the upload of {key}", lambda: self._abort(key, upload))
             self._journal.remember(name, "")
             raise
-        self._with_retries(f"completing {key}", lambda: self._bucket.complete_upload(key, upload, tags))
+        try:
+            self._with_retries(f"completing {key}", lambda: self._bucket.complete_upload(key, upload, tags))
+        except ExistsError:
+            self._with_retries(f"ending the upload of {key}", lambda: self._abort(key, upload))
+            self._is_there(key, file)
         self._journal.remember(name, "")
 
     def _send_parts(self, key: str, file: ReleaseFile, upload: str, kept: dict[int, str]) -> dict[int, str]:

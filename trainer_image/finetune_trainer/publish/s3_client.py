@@ -1,40 +1,37 @@
 """The requests to an S3-compatible object store that a publication needs, one method each; the caller repeats those that may
 pass.
-
-Source: https://docs.aws.amazon.com/AmazonS3/latest/API/. Buckets are named in the path, which every compatible server
-understands.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Iterator, Mapping
+import io
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from xml.etree import ElementTree as ET
-from xml.sax.saxutils import escape
+from http import HTTPStatus
+from typing import Any
 
-from finetune_trainer.credentials import S3Keys
+from botocore.exceptions import ClientError
+
 from finetune_trainer.errors import DestinationRefusedError
-from finetune_trainer.network.environment import S3Service
-from finetune_trainer.network.http_status import DENIED, FULL, NOT_FOUND
-from finetune_trainer.network.retry import TransientError
+from finetune_trainer.network.http_status import DENIED, NOT_FOUND
+from finetune_trainer.network.object_store import FAILURES, StoreRefusal, refusal, status_of
+from finetune_trainer.network.retry import StoppedError
 from finetune_trainer.publish.destination import DESTINATION_FIELD, access_denied, out_of_space, target_not_found
-from finetune_trainer.publish.http import HttpClient, HttpResponse
-from finetune_trainer.publish.s3_signature import EMPTY_SHA256, encoded_path, encoded_query, signed_headers
 
-SHA256_HEADER = "x-amz-meta-sha256"
-"""What proves an object, written with it: the store compared the body of every request with its signed digest."""
-_CODE = re.compile(rb"<Code>(\w{1,64})</Code>")
-_FULL_CODES = frozenset({"EntityTooLarge", "QuotaExceeded", "XAmzQuotaExceeded", "XMinioStorageFull", "InsufficientStorage"})
-_PASSING_CODES = frozenset(
-    {"RequestTimeout", "SlowDown", "InternalError", "OperationAborted", "BadDigest", "XAmzContentSHA256Mismatch"}
-)
+log = logging.getLogger(__name__)
+SHA256 = "sha256"
+"""Metadata of an object that proves it, written with it: the store compared the body of every request with its signed digest."""
 
 
 class NoSuchUploadError(Exception):
     """The store does not know the multipart upload: it was completed, aborted, or ran out."""
+
+
+class ExistsError(Exception):
+    """There is an object of this key already; it was not overwritten."""
 
 
 @dataclass(frozen=True)
@@ -46,174 +43,155 @@ class StoredObject:
     """As its writer announced it; None where it announced nothing."""
 
 
-class Bucket:
-    """One bucket. Every method raises TransientError where trying again may help, else DestinationRefusedError."""
+class _Body(io.BytesIO):
+    """The body of a request, which ends the request when the publication is stopped."""
 
-    def __init__(self, wire: HttpClient, service: S3Service, bucket: str, keys: S3Keys | None) -> None:
-        """`keys`: None leaves requests unsigned."""
-        address = service.address or f"https://s3.{service.region}.amazonaws.com"
-        self._wire, self._keys, self._region = wire, keys, service.region
-        self._url = f"{address.rstrip('/')}/{encoded_path(bucket)}"
+    def __init__(self, content: bytes, stop: threading.Event) -> None:
+        super().__init__(content)
+        self._stop = stop
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if self._stop.is_set():
+            raise StoppedError
+        return super().read(size)
+
+
+class Bucket:
+    """One bucket, used from several threads. Every method raises TransientError where trying again may help, StoppedError, else
+    DestinationRefusedError.
+    """
+
+    def __init__(self, client: Any, bucket: str, stop: threading.Event, *, signed: bool) -> None:
+        """`client`: of boto3. `signed`: whether it has credentials."""
+        self._client, self._bucket, self._stop, self._signed = client, bucket, stop, signed
+        self._lock, self.bytes_sent = threading.Lock(), 0
+        self._creates_only = True
         self.shown = f"{DESTINATION_FIELD}: bucket {bucket}"
 
-    def list_objects(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Keys that begin so, with the sizes of the objects."""
-        query = {"list-type": "2", "prefix": prefix}
-        for page in self._pages("", query, {"NextContinuationToken": "continuation-token"}, what="listing it"):
-            for entry in page.iter("Contents"):
-                yield entry.findtext("Key", ""), _number(entry, "Size")
+    def close(self) -> None:
+        """Close all connections."""
+        self._client.close()
+
+    def list_objects(self, prefix: str) -> dict[str, int]:
+        """Return the keys that begin so, with the sizes of their objects."""
+        with self._request("listing it"):
+            pages = self._pages("list_objects_v2", Prefix=prefix)
+            return {entry["Key"]: entry["Size"] for page in pages for entry in page.get("Contents", ())}
 
     def head(self, key: str) -> StoredObject | None:
-        """None: there is no such object."""
-        answer = self._send("HEAD", key, {})
-        if answer.status == NOT_FOUND:
-            return None
-        self._check(answer, f"looking at {key}")
-        length = answer.headers.get("Content-Length", "")
-        if not length.isdigit():
-            raise TransientError(f"the object store does not say how long {key} is")
-        return StoredObject(int(length), answer.headers.get(SHA256_HEADER))
+        """Return how the store describes an object; None: there is none."""
+        with self._request(f"looking at {key}"):
+            try:
+                answer = self._client.head_object(Bucket=self._bucket, Key=key)
+            except ClientError as error:
+                if status_of(error) == NOT_FOUND:
+                    return None
+                raise
+        return StoredObject(answer["ContentLength"], answer["Metadata"].get(SHA256))
 
-    def get(self, key: str) -> bytes:
-        """All bytes of a small object."""
-        return self._request("GET", key, {}, what=f"reading {key}").content
+    def get(self, key: str, size: int) -> bytes:
+        """Return the first `size` bytes of an object."""
+        with self._request(f"reading {key}"):
+            content: bytes = self._client.get_object(Bucket=self._bucket, Key=key)["Body"].read(size)
+        return content
 
     def put(self, key: str, content: bytes, sha256: str) -> None:
-        """Write an object in one step."""
-        self._request("PUT", key, {}, what=f"writing {key}", headers={SHA256_HEADER: sha256}, body=content)
+        """Write an object in one step. Raises ExistsError."""
+        with self._request(f"writing {key}"):
+            self._create(self._client.put_object, content, Key=key, Metadata={SHA256: sha256})
+        self._sent(content)
 
     def create_upload(self, key: str, sha256: str) -> str:
-        """Id of a new multipart upload of an object with this digest."""
-        answer = self._request("POST", key, {"uploads": ""}, what=f"writing {key}", headers={SHA256_HEADER: sha256})
-        found = self._document(answer).findtext("UploadId")
-        if not found:
-            raise DestinationRefusedError(f"{self.shown}: gives no id for the upload of {key}", "use another object store")
-        return found
+        """Return the id of a new multipart upload of an object with this digest."""
+        with self._request(f"writing {key}"):
+            answer = self._client.create_multipart_upload(Bucket=self._bucket, Key=key, Metadata={SHA256: sha256})
+            return str(answer["UploadId"])
 
     def upload_part(self, key: str, upload: str, number: int, content: bytes) -> str:
-        """The part's ETag. Raises NoSuchUploadError."""
-        query = {"partNumber": str(number), "uploadId": upload}
-        tag = self._request("PUT", key, query, what=f"writing part {number} of {key}", body=content).headers.get("ETag")
-        if not tag:
-            raise DestinationRefusedError(f"{self.shown}: gives no ETag for a part of {key}", "use another object store")
-        return str(tag)
+        """Return the part's ETag. Raises NoSuchUploadError."""
+        with self._request(f"writing part {number} of {key}"):
+            body = _Body(content, self._stop)
+            answer = self._client.upload_part(Bucket=self._bucket, Key=key, UploadId=upload, PartNumber=number, Body=body)
+            tag = str(answer["ETag"])
+        self._sent(content)
+        return tag
 
     def parts(self, key: str, upload: str) -> dict[int, str]:
-        """ETags by number of the parts that the store has. Raises NoSuchUploadError."""
-        markers = {"NextPartNumberMarker": "part-number-marker"}
-        pages = self._pages(key, {"uploadId": upload}, markers, what=f"listing the parts of {key}")
-        return {_number(part, "PartNumber"): part.findtext("ETag", "") for page in pages for part in page.iter("Part")}
+        """Return the ETags by number of the parts that the store has. Raises NoSuchUploadError."""
+        with self._request(f"listing the parts of {key}"):
+            pages = self._pages("list_parts", Key=key, UploadId=upload)
+            return {part["PartNumber"]: part["ETag"] for page in pages for part in page.get("Parts", ())}
 
     def complete_upload(self, key: str, upload: str, tags: Mapping[int, str]) -> None:
-        """Make the object of the parts. Raises NoSuchUploadError."""
-        parts = "".join(
-            f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(tags[number])}</ETag></Part>" for number in sorted(tags)
-        )
-        body = f"<CompleteMultipartUpload>{parts}</CompleteMultipartUpload>".encode()
-        answer = self._request("POST", key, {"uploadId": upload}, what=f"completing {key}", body=body)
-        # The status goes out before the store is done, so a failure may follow in the body.
-        code = _code(answer)
-        if code is not None:
-            raise TransientError(f"the object store could not complete it ({code})")
+        """Make the object of the parts. Raises NoSuchUploadError, ExistsError."""
+        parts = [{"PartNumber": number, "ETag": tags[number]} for number in sorted(tags)]
+        with self._request(f"completing {key}"):
+            self._create(self._client.complete_multipart_upload, None, Key=key, UploadId=upload, MultipartUpload={"Parts": parts})
 
     def abort_upload(self, key: str, upload: str) -> None:
         """Have the store drop the parts. Raises NoSuchUploadError."""
-        self._request("DELETE", key, {"uploadId": upload}, what=f"ending an upload of {key}")
+        with self._request(f"ending an upload of {key}"):
+            self._client.abort_multipart_upload(Bucket=self._bucket, Key=key, UploadId=upload)
 
     def uploads(self, prefix: str) -> list[tuple[str, str]]:
-        """Key and id of the multipart uploads under way of objects whose keys begin so."""
-        markers = {"NextKeyMarker": "key-marker", "NextUploadIdMarker": "upload-id-marker"}
-        pages = self._pages("", {"uploads": "", "prefix": prefix}, markers, what="listing its uploads")
-        return [(entry.findtext("Key", ""), entry.findtext("UploadId", "")) for page in pages for entry in page.iter("Upload")]
+        """Return key and id of the multipart uploads under way of objects whose keys begin so."""
+        with self._request("listing its uploads"):
+            pages = self._pages("list_multipart_uploads", Prefix=prefix)
+            return [(upload["Key"], upload["UploadId"]) for page in pages for upload in page.get("Uploads", ())]
 
-    def _pages(self, key: str, query: Mapping[str, str], markers: Mapping[str, str], *, what: str) -> Iterator[ET.Element]:
-        """All pages of a listing. `markers`: by element of a page, the query's name for where the next page begins."""
-        after: dict[str, str] = {}
-        while True:
-            page = self._document(self._request("GET", key, {**query, **after}, what=what))
+    def _pages(self, operation: str, **arguments: str) -> Iterator[dict[str, Any]]:
+        for page in self._client.get_paginator(operation).paginate(Bucket=self._bucket, **arguments):
+            if self._stop.is_set():
+                raise StoppedError
             yield page
-            following = {name: page.findtext(element) or "" for element, name in markers.items()}
-            if page.findtext("IsTruncated") != "true" or not any(following.values()):
-                return
-            if following == after:
-                raise TransientError(f"the object store gives the same page again and again ({what})")
-            after = following
 
-    def _request(
-        self,
-        method: str,
-        key: str,
-        query: Mapping[str, str],
-        *,
-        what: str,
-        headers: Mapping[str, str] | None = None,
-        body: bytes | None = None,
-    ) -> HttpResponse:
-        answer = self._send(method, key, query, headers or {}, body)
-        if answer.status == NOT_FOUND and _code(answer) == "NoSuchUpload":
-            raise NoSuchUploadError
-        self._check(answer, what)
-        return answer
+    def _create(self, operation: Callable[..., Any], content: bytes | None, **arguments: Any) -> None:
+        """Make an object only if there is none of its key: of two publications one is refused, and nothing is overwritten."""
+        is_conditional = self._creates_only
+        condition = {"IfNoneMatch": "*"} if is_conditional else {}
+        body = {} if content is None else {"Body": _Body(content, self._stop)}
+        try:
+            operation(Bucket=self._bucket, **arguments, **body, **condition)
+        except ClientError as error:
+            if status_of(error) == HTTPStatus.PRECONDITION_FAILED:
+                raise ExistsError from None
+            if status_of(error) != HTTPStatus.NOT_IMPLEMENTED or not is_conditional:
+                raise
+            log.warning("%s: the object store cannot refuse to overwrite; let nothing else write there", self.shown)
+            self._creates_only = False
+            self._create(operation, content, **arguments)
 
-    def _send(
-        self, method: str, key: str, query: Mapping[str, str], headers: Mapping[str, str] | None = None, body: bytes | None = None
-    ) -> HttpResponse:
-        url = f"{self._url}/{encoded_path(key)}" if key else self._url
-        if query:
-            url += f"?{encoded_query(query)}"
-        sent = dict(headers or {})
-        if self._keys is not None:
-            digest = EMPTY_SHA256 if body is None else hashlib.sha256(body).hexdigest()
-            sent = signed_headers(
-                method, url, sent, payload_sha256=digest, keys=self._keys, region=self._region, now=datetime.now(UTC)
-            )
-        return self._wire.send(method, url, sent, body)
+    def _sent(self, content: bytes) -> None:
+        with self._lock:
+            self.bytes_sent += len(content)
 
-    def _check(self, answer: HttpResponse, what: str) -> None:
-        """Raise where the request failed. The answer's own words are not passed on: they hold what was signed."""
-        if answer.succeeded:
-            return
-        code = _code(answer)
-        said = f" (HTTP status {answer.status}{f', {code}' if code else ''}, {what})"
-        if code in _FULL_CODES or answer.status in FULL:
-            raise out_of_space(self.shown, said)
-        passing = answer.transient_failure
-        if passing is not None:
-            raise passing
-        if code in _PASSING_CODES:
-            raise TransientError(f"the object store could not do it{said}")
-        if code == "RequestTimeTooSkewed":
-            raise DestinationRefusedError(f"{self.shown}: says that this machine's clock is wrong{said}", "set the node's clock")
-        if answer.status in DENIED:
-            holds = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, on your own machine the variables of these names"
-            raise access_denied(self.shown, said, signed=self._keys is not None, secret_holds=holds)
-        if answer.status == NOT_FOUND:
-            raise target_not_found(self.shown, said, "bucket")
-        raise DestinationRefusedError(
+    @contextmanager
+    def _request(self, what: str) -> Iterator[None]:
+        """Turn failures of the requests in the body into those of a destination."""
+        if self._stop.is_set():
+            raise StoppedError
+        try:
+            yield
+        except FAILURES as error:
+            if self._stop.is_set():  # boto3 wraps what a body raises
+                raise StoppedError from None
+            refused = refusal(error)
+            if refused.code == "NoSuchUpload":
+                raise NoSuchUploadError from None
+            raise self._failure(refused, what) from None
+
+    def _failure(self, refused: StoreRefusal, what: str) -> DestinationRefusedError:
+        said = f" ({refused}, {what})"
+        if refused.is_full:
+            return out_of_space(self.shown, said)
+        if refused.code == "RequestTimeTooSkewed":
+            return DestinationRefusedError(f"{self.shown}: says that this machine's clock is wrong{said}", "set the node's clock")
+        if refused.status in DENIED or refused.lacks_credentials:
+            holds = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, on your own machine whatever the tools of AWS use"
+            return access_denied(self.shown, said, signed=self._signed, secret_holds=holds)
+        if refused.status == NOT_FOUND:
+            return target_not_found(self.shown, said, "bucket")
+        return DestinationRefusedError(
             f"{self.shown}: the object store refuses the request{said}",
             "check s3Endpoint and s3Region of the profile's spec.publish",
         )
-
-    def _document(self, answer: HttpResponse) -> ET.Element:
-        """The XML of an answer, its elements without their namespace."""
-        try:
-            document = ET.fromstring(answer.content)  # noqa: S314 - of the store that the user names; expat bounds entities
-        except ET.ParseError:
-            raise DestinationRefusedError(
-                f"{self.shown}: answers with something that is not XML", "check s3Endpoint of the profile's spec.publish"
-            ) from None
-        for element in document.iter():
-            element.tag = element.tag.rpartition("}")[2]
-        return document
-
-
-def _number(entry: ET.Element, name: str) -> int:
-    text = entry.findtext(name, "")
-    if not (text.isascii() and text.isdigit()):
-        raise TransientError(f"the object store gives no {name} in a listing")
-    return int(text)
-
-
-def _code(answer: HttpResponse) -> str | None:
-    found = _CODE.search(answer.content)
-    return found[1].decode() if found and b"<Error>" in answer.content else None

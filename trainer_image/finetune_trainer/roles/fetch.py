@@ -24,7 +24,7 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.credentials import Credentials
 from finetune_trainer.data.read import KNOWN_EXTENSIONS
 from finetune_trainer.errors import DataError, InvariantError, ModelError, TrainerError
-from finetune_trainer.fetch.bucket import BucketPrefix, open_bucket
+from finetune_trainer.fetch.bucket import RANGES_AT_ONCE, BucketPrefix
 from finetune_trainer.fetch.hub import HubRepository
 from finetune_trainer.fetch.source import (
     NoRoomError,
@@ -40,6 +40,7 @@ from finetune_trainer.fetch.staging import FetchedFile, FetchManifest, FetchStag
 from finetune_trainer.fetch.transfer import TransferOptions, fetch_file
 from finetune_trainer.files import TEMPLATES, file_sha256, remove_tree
 from finetune_trainer.network.environment import s3_service
+from finetune_trainer.network.object_store import open_store
 from finetune_trainer.network.retry import RetryPolicy, StoppedError, with_retries
 
 log = logging.getLogger(__name__)
@@ -156,9 +157,9 @@ def _open(wanted: WantedSource, plan: FetchPlan, credentials: Credentials) -> Re
             refusal=wanted.refusal,
         )
     if isinstance(location, BucketPath):
-        keys = credentials.s3_keys()
-        store = open_bucket(location.bucket, s3_service(plan.s3_endpoint, plan.s3_region), keys)
-        return BucketPrefix(store, location, wanted.field, wanted.refusal, signed=keys is not None)
+        session = credentials.s3_session()
+        store = open_store(s3_service(plan.s3_endpoint, plan.s3_region), session, connections=FILES_AT_ONCE * RANGES_AT_ONCE)
+        return BucketPrefix(store, location, wanted.field, wanted.refusal, signed=session is not None)
     raise InvariantError(f"{wanted.item.source} is on a claim already", "leave it out of plan.fetch")
 
 

@@ -118,7 +118,7 @@ def _open(
         case BucketPath():
             service = s3_service(plan.s3_endpoint, plan.s3_region)
             journal = UploadJournal(context.workspace.publication)
-            return BucketDestination(location, service, credentials.s3_keys(), journal, stop, patience=patience)
+            return BucketDestination(location, service, credentials.s3_session(), journal, stop, patience=patience)
         case HubPath():
             from finetune_trainer.publish.hub import HubDestination
 

@@ -3,41 +3,42 @@ tests/integration."""
 
 from __future__ import annotations
 
-import obstore
 import pytest
-from obstore.store import MemoryStore
+from boto3.session import Session
 
 from finetune_job.api.base import BucketPath
 from finetune_job.failures import FailureClass
-from finetune_trainer.credentials import S3Keys
 from finetune_trainer.errors import DataError, TrainerError
 from finetune_trainer.fetch import bucket as bucket_module
-from finetune_trainer.fetch.bucket import BucketPrefix, open_bucket
+from finetune_trainer.fetch.bucket import BucketPrefix
 from finetune_trainer.fetch.source import SourceUnavailableError
 from finetune_trainer.network.environment import S3Service
+from finetune_trainer.network.object_store import open_store
 from finetune_trainer.network.retry import TransientError
 from finetune_trainer.roles import fetch as run_module
 from finetune_trainer.roles.fetch import fetch
 from tests.support.hub import Fault
+from tests.support.memory_s3 import BUCKET, MemoryS3
 from tests.unit.finetune_trainer.fetch.conftest import LOCAL, QUICK
 from tests.unit.finetune_trainer.fetch.test_hub import content
 
 CONTENT = bytes(number % 251 for number in range(10_000))
 
 
-def store_of(objects: dict[str, bytes]) -> MemoryStore:
-    store = MemoryStore()
-    for key, value in objects.items():
-        obstore.put(store, key, value)
-    return store
+def prefix_of(store: MemoryS3, prefix: str) -> BucketPrefix:
+    return BucketPrefix(store.client(), BucketPath(bucket=BUCKET, prefix=prefix), "spec.data.source", DataError, signed=True)
 
 
-def prefix_of(store, prefix: str, *, signed: bool = True) -> BucketPrefix:
-    return BucketPrefix(store, BucketPath(bucket="data", prefix=prefix), "spec.data.source", DataError, signed=signed)
+def at(address: str, session: Session | None = None, prefix: str = "") -> BucketPrefix:
+    """A bucket of a server."""
+    client = open_store(S3Service(address, "us-east-1"), session, connections=1)
+    return BucketPrefix(
+        client, BucketPath(bucket="data", prefix=prefix), "spec.data.source", DataError, signed=session is not None
+    )
 
 
 def test_a_prefix_is_whole_segments():
-    store = store_of({"models/llama/a.json": b"a", "models/llama/sub/b.json": b"b", "models/llama-evil/c.json": b"c"})
+    store = MemoryS3({"models/llama/a.json": b"a", "models/llama/sub/b.json": b"b", "models/llama-evil/c.json": b"c"})
     assert {file.path for file in prefix_of(store, "models/llama").files()} == {"a.json", "sub/b.json"}
     assert {file.path for file in prefix_of(store, "").files()} == {
         "models/llama/a.json",
@@ -47,28 +48,28 @@ def test_a_prefix_is_whole_segments():
 
 
 def test_an_object_of_that_name_is_one_file():
-    [file] = prefix_of(store_of({"sets/a.jsonl": CONTENT, "sets/b.jsonl": b"b"}), "sets/a.jsonl").files()
+    [file] = prefix_of(MemoryS3({"sets/a.jsonl": CONTENT, "sets/b.jsonl": b"b"}), "sets/a.jsonl").files()
     assert (file.path, file.size, file.address) == ("a.jsonl", len(CONTENT), "sets/a.jsonl")
 
 
 def test_nothing_below_a_prefix_is_said():
-    with pytest.raises(DataError, match="s3://data/sets: there is no such object and nothing below it"):
-        prefix_of(store_of({"other": b"x"}), "sets").files()
+    with pytest.raises(DataError, match="s3://ours/sets: there is no such object and nothing below it"):
+        prefix_of(MemoryS3({"other": b"x"}), "sets").files()
 
 
 @pytest.mark.parametrize("offset", [0, 1, 999, 1000, 1001, 9_999])
 def test_ranges_come_in_order(monkeypatch, offset):
     monkeypatch.setattr(bucket_module, "RANGE_BYTES", 1000)
-    remote = prefix_of(store_of({"a": CONTENT}), "a")
+    remote = prefix_of(MemoryS3({"a": CONTENT}), "a")
     [file] = remote.files()
     assert b"".join(remote.read(file, offset)) == CONTENT[offset:]
 
 
 def test_an_object_that_changed_since_the_listing_is_not_mixed():
-    store = store_of({"a": CONTENT})
+    store = MemoryS3({"a": CONTENT})
     remote = prefix_of(store, "a")
     [file] = remote.files()
-    obstore.put(store, "a", CONTENT[::-1])
+    store.objects["a"] = CONTENT[::-1]
     with pytest.raises(SourceUnavailableError, match="changed while it was copied"):
         list(remote.read(file, 0))
 
@@ -86,9 +87,9 @@ def test_an_object_that_changed_since_the_listing_is_not_mixed():
 @pytest.mark.parametrize("prefix", ["", "sets/a.jsonl"])
 def test_what_an_answer_means(hub, status, kind, words, prefix):
     hub.fail("/data", Fault(9, status=status))
-    keys = S3Keys("key-id", "the-secret-key")
+    session = Session(aws_access_key_id="key-id", aws_secret_access_key="the-secret-key")
     with pytest.raises(kind, match=words) as caught:
-        prefix_of(open_bucket("data", S3Service(hub.address, "us-east-1"), keys), prefix).files()
+        at(hub.address, session, prefix).files()
     if status == 403:
         assert "spec.fetch.s3SecretRef" in caught.value.hint
     assert all("Authorization" in request.headers for request in hub.requests)
@@ -96,24 +97,34 @@ def test_what_an_answer_means(hub, status, kind, words, prefix):
     assert caught.value.__suppress_context__
 
 
+def test_a_store_that_knows_no_ranges_fills_no_memory(monkeypatch):
+    monkeypatch.setattr(bucket_module, "RANGE_BYTES", 1000)
+    store = MemoryS3({"a": CONTENT})
+    remote = prefix_of(store, "a")
+    [file] = remote.files()
+    store.before = lambda _: (200, {}, CONTENT)
+    with pytest.raises(TransientError, match="gives 10000 bytes where 1000 were asked for"):
+        list(remote.read(file, 0))
+
+
 def test_nobody_there_may_pass():
     with pytest.raises(TransientError, match="did not answer"):
-        prefix_of(open_bucket("data", S3Service("http://127.0.0.1:1", "us-east-1"), None), "").files()
+        at("http://127.0.0.1:1").files()
 
 
 def test_without_keys_nothing_is_signed(hub):
     hub.fail("/data", Fault(9, status=403))
     with pytest.raises(DataError) as caught:
-        prefix_of(open_bucket("data", S3Service(hub.address, "us-east-1"), None), "", signed=False).files()
+        at(hub.address).files()
     assert "name a Secret" in caught.value.hint
     assert all("Authorization" not in request.headers for request in hub.requests)
 
 
 def test_the_role_copies_from_a_bucket_and_fails_when_it_changes(context_of, monkeypatch):
     objects = {"base/config.json": b"{}", "base/model.safetensors": CONTENT, "base/model.bin": b"p", "sets/train.jsonl": b"{}\n"}
-    store = store_of(objects)
-    monkeypatch.setattr(run_module, "open_bucket", lambda *_: store)
-    context = context_of({"model.source": "s3://models/base", "data.source": "s3://models/sets/train.jsonl"})
+    store = MemoryS3(objects)
+    monkeypatch.setattr(run_module, "open_store", lambda *_, **_more: store.client())
+    context = context_of({"model.source": "s3://ours/base", "data.source": "s3://ours/sets/train.jsonl"})
     report = fetch(context, LOCAL, QUICK)
     assert content(context.base_model) == {"config.json": b"{}", "model.safetensors": CONTENT}
     assert content(context.path(context.plan.data.train[0].location)) == {"train.jsonl": b"{}\n"}
@@ -121,7 +132,7 @@ def test_the_role_copies_from_a_bucket_and_fails_when_it_changes(context_of, mon
 
     class Changing(BucketPrefix):
         def read(self, file, offset):
-            obstore.put(store, file.address, b"other")
+            store.objects[file.address] = b"other"
             return super().read(file, offset)
 
     monkeypatch.setattr(run_module, "BucketPrefix", Changing)

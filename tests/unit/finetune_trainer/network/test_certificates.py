@@ -12,9 +12,10 @@ import pytest
 
 from finetune_job.api.base import BucketPath
 from finetune_trainer.errors import DataError
-from finetune_trainer.fetch.bucket import BucketPrefix, open_bucket
+from finetune_trainer.fetch.bucket import BucketPrefix
 from finetune_trainer.network.certificates import untrusted_certificate
 from finetune_trainer.network.environment import S3Service
+from finetune_trainer.network.object_store import open_store
 from finetune_trainer.network.retry import RetryPolicy, TransientError, pause_seconds
 from finetune_trainer.publish.http import HttpClient
 from tests.support.cluster.certificates import CertificateAuthority
@@ -29,7 +30,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def list_bucket(address: str) -> object:
-    store = open_bucket("inputs", S3Service(address, "eu-1"), None)
+    store = open_store(S3Service(address, "eu-1"), None, connections=1)
     return BucketPrefix(store, BucketPath(bucket="inputs", prefix="a"), "spec.data.source", DataError, signed=False).files()
 
 

@@ -1,0 +1,110 @@
+"""The client of an S3-compatible object store, and what its failures mean, whether it is read from or written to.
+
+boto3 signs requests and reads answers. What fails is counted and waited for in one place, network/retry.py, so the client itself
+never tries again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from boto3.session import Session
+from botocore import UNSIGNED
+from botocore.config import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectionError,  # noqa: A004 - as boto3 names it
+    HTTPClientError,
+    IncompleteReadError,
+    PaginationError,
+)
+from botocore.parsers import ResponseParserError
+
+from finetune_trainer.network.certificates import untrusted_certificate
+from finetune_trainer.network.environment import S3Service
+from finetune_trainer.network.http_status import FULL, RETRYABLE, parse_retry_after
+from finetune_trainer.network.retry import TransientError
+
+FAILURES = (BotoCoreError, ClientError, ResponseParserError, ValueError, KeyError)
+"""What requests to an object store raise, with what boto3 and its callers raise where an answer is not of the documented form."""
+_CONNECT_SECONDS = 30.0
+_ANSWER_SECONDS = 300.0
+"""Longest time without a byte before a request counts as failed: a store assembles gigabytes before it answers."""
+_NO_ANSWER = (ConnectionError, HTTPClientError, IncompleteReadError)
+_UNREADABLE = (PaginationError, ResponseParserError, ValueError, KeyError)
+_FULL_CODES = frozenset({"EntityTooLarge", "QuotaExceeded", "XAmzQuotaExceeded", "XMinioStorageFull", "InsufficientStorage"})
+_PASSING_CODES = frozenset(
+    {"RequestTimeout", "SlowDown", "InternalError", "OperationAborted", "ConditionalRequestConflict", "BadDigest"}
+    | {"XAmzContentSHA256Mismatch"}
+)
+_CODE = re.compile(r"[A-Za-z]\w{0,63}")
+
+
+def open_store(service: S3Service, session: Session | None, *, connections: int) -> Any:
+    """Return boto3's client of the store. Without a session requests are not signed, as public buckets allow."""
+    config = Config(
+        signature_version=None if session is not None else UNSIGNED,
+        connect_timeout=_CONNECT_SECONDS,
+        read_timeout=_ANSWER_SECONDS,
+        retries={"total_max_attempts": 1},
+        max_pool_connections=connections,
+        # Every body is signed with its SHA-256, which each store compares. Newer checksums are not known to all of them.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        s3={"addressing_style": "path", "payload_signing_enabled": True},
+    )
+    # The authorities that the profile names; boto3 would trust its own list alone.
+    authorities = os.environ.get("SSL_CERT_FILE")
+    return (session or Session()).client(
+        "s3", region_name=service.region, endpoint_url=service.address, verify=authorities, config=config
+    )
+
+
+@dataclass(frozen=True)
+class StoreRefusal:
+    """An answer of a store that is final."""
+
+    status: int
+    """0: the request was not sent."""
+    code: str
+    """The store's word for it; its sentences are not kept, because they hold what was signed."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no room, or the object is larger than the store takes."""
+        return self.status in FULL or self.code in _FULL_CODES
+
+    @property
+    def lacks_credentials(self) -> bool:
+        """Whether boto3 found none that it could use."""
+        return self.status == 0 and ("Credential" in self.code or "Token" in self.code)
+
+    def __str__(self) -> str:
+        words = [f"HTTP status {self.status}"] if self.status else []
+        return ", ".join([*words, *([self.code] if self.code else [])])
+
+
+def status_of(error: ClientError) -> int:
+    """Return the HTTP status of an answer; 0 where there was none."""
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def refusal(error: Exception) -> StoreRefusal:
+    """Return what a store, or boto3 before it sent anything, has refused. Raises TransientError if trying again may help."""
+    kind = type(error).__name__
+    if isinstance(error, _NO_ANSWER):
+        raise untrusted_certificate(error) or TransientError(f"the object store did not answer ({kind})") from None
+    if isinstance(error, _UNREADABLE):
+        raise TransientError(f"the answer of the object store cannot be read ({kind})") from None
+    if not isinstance(error, ClientError):
+        return StoreRefusal(0, kind)
+    answer, code = error.response.get("ResponseMetadata", {}), str(error.response.get("Error", {}).get("Code", ""))
+    found = StoreRefusal(status_of(error), code if _CODE.fullmatch(code) else "")
+    if not found.is_full and (found.status in RETRYABLE or found.code in _PASSING_CODES):
+        pause = parse_retry_after(answer.get("HTTPHeaders", {}).get("retry-after"))
+        raise TransientError(f"the object store is busy or broken ({found})", pause) from None
+    return found
