@@ -4,8 +4,13 @@ A plan that may pack its base does without it: bitsandbytes, which PEFT imports 
 no fork could use the device afterwards.
 """
 
+import atexit
+import os
+
 from finetune_trainer.processes.start import compile_conversions, keep_bitsandbytes_out, preload
 
+# The fork server has nothing to finish, and libraries print what they have leaked when an interpreter ends.
+atexit.register(os._exit, 0)
 keep_bitsandbytes_out()
 preload("finetune_trainer.train.rank")
 compile_conversions()
