@@ -95,6 +95,10 @@ def status(
     curve: Annotated[
         bool, typer.Option("--curve", help="Draw the loss of all steps, read from the workspace by a pod that lives for seconds.")
     ] = False,
+    checkpoints: Annotated[
+        bool,
+        typer.Option("--checkpoints", help="List the checkpoints with their losses, read from the workspace by the same pod."),
+    ] = False,
     context: Context = None,
     output: Form = Output.TEXT,
     local: Local = False,
@@ -114,15 +118,16 @@ def status(
 
     with errors_told():
         cluster = _cluster(context, namespace)
-        stored = read_run(cluster, cluster.job(name)) if curve else None
+        stored = read_run(cluster, cluster.job(name)) if curve or checkpoints else None
         if stored is not None and stored.is_cut:
-            _say("the history is long: only the end of the curve was read")
-        losses = [] if stored is None else list(stored.losses)
+            _say("the history is long: only the losses at its end were read")
+        losses = list(stored.losses) if stored is not None and curve else []
+        saved = stored.checkpoints if stored is not None and checkpoints else None
         before: str | None = None
         for job in repeatedly(lambda: cluster.job(name), _say, lambda job: not watch or (job is not None and job.has_ended)):
             if job.resource_version != before:
                 before = job.resource_version
-                answer = status_answer(job, losses, is_watched=watch)
+                answer = status_answer(job, losses, saved, is_watched=watch)
                 print_answer(output, answer.text, answer.document)
 
 
@@ -227,37 +232,6 @@ def wait(
 
 
 @cluster_app.command()
-def checkpoints(*, name: JobName, namespace: Namespace = None, context: Context = None, output: Form = Output.TEXT) -> None:
-    """List the checkpoints on a job's workspace with their losses, read by a pod that lives for seconds.
-
-    Exit code: 0, 2 no such job or no usable kubeconfig, 3 the workspace could not be read, 130 interrupted.
-    """
-    from finetune_cli.commands.workspace import checkpoints_document, checkpoints_text, read_run
-
-    with errors_told():
-        cluster = _cluster(context, namespace)
-        job = cluster.job(name)
-        run = read_run(cluster, job)
-    print_answer(output, lambda: checkpoints_text(run), lambda: checkpoints_document(job, run))
-
-
-@cluster_app.command()
-def top(
-    *, namespace: Namespace = None, everywhere: Everywhere = False, context: Context = None, output: Form = Output.TEXT
-) -> None:
-    """Show what trains now: devices, tokens per second, MFU, and the share of the time that went into steps that count.
-
-    Exit code: 0, 2 no usable kubeconfig, 3 the cluster did not give the answer.
-    """
-    from finetune_cli.commands.inspect_jobs import utc_now
-    from finetune_cli.render.jobs import top_document, top_text
-
-    with errors_told():
-        jobs, now = _cluster(context, namespace).jobs(everywhere=everywhere), utc_now()
-    print_answer(output, lambda: top_text(jobs, now), lambda: top_document(jobs, now))
-
-
-@cluster_app.command()
 def cost(
     *,
     by: Annotated[str, typer.Option(help="team, namespace, profile, method, or label:KEY of the jobs.")] = "team",
@@ -276,49 +250,6 @@ def cost(
     with errors_told():
         found = bill(_cluster(context, namespace), by, utc_now(), everywhere=everywhere)
     print_answer(output, lambda: bill_text(found), lambda: bill_document(found))
-
-
-@cluster_app.command()
-def compare(
-    *,
-    first: Annotated[str, typer.Argument(metavar="JOB", help="Name of a job.")],
-    second: Annotated[str, typer.Argument(metavar="JOB", help="Name of another one.")],
-    namespace: Namespace = None,
-    context: Context = None,
-    output: Form = Output.TEXT,
-) -> None:
-    """Show which settings of two jobs differ, and what came of both.
-
-    Exit code: 0, 2 no such job or no usable kubeconfig, 3 the cluster did not give the answer.
-    """
-    from finetune_cli.commands.diagnose_job import compare as compare_jobs
-
-    with errors_told():
-        answer = compare_jobs(_cluster(context, namespace), first, second)
-    print_answer(output, answer.text, answer.document)
-
-
-@cluster_app.command()
-def bundle(
-    *,
-    name: JobName,
-    namespace: Namespace = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write. Unset: JOB.tar.gz.")] = None,
-    context: Context = None,
-) -> None:
-    """Write what is known of a job into an archive to hand on: job, diagnosis, events, pods, logs, profile.
-
-    Values of variables, Secrets and what looks like a token are left out. Exit code: 0 (missing.txt in the archive names what
-    could not be read), 2 no such job, or the file exists, 3 the cluster did not give the answer.
-    """
-    from finetune_cli.commands.bundle import write_bundle
-    from finetune_cli.commands.inspect_jobs import utc_now
-
-    target = output or Path(f"{Path(name).name}.tar.gz")
-    with errors_told():
-        for missing in write_bundle(_cluster(context, namespace), name, target, utc_now()):
-            _say(f"missing: {missing}")
-    typer.echo(f"{target}")
 
 
 def explain_job(name: str, context: str | None, namespace: str | None, output: Output) -> ExitCode:

@@ -249,11 +249,15 @@ def _note_on_claim(job: SeenJob, document: Mapping[str, Any]) -> str:
 def _step_of(job: SeenJob, start: str) -> int:
     if start != NEWEST:
         if not start.isdecimal() or len(start) > _STEP_DIGITS or int(start) == 0:
-            raise LocalError(f"--from {start}: is not a step; write one that `{job.command('checkpoints')}` shows, or {NEWEST}")
+            raise LocalError(
+                f"--from {start}: is not a step; write one that `{job.command('status', '--checkpoints')}` shows, or {NEWEST}"
+            )
         return int(start)
     newest = job.status.progress.checkpoint_step if job.status.progress is not None else None
     if newest is None:
-        raise LocalError(f"--from {NEWEST}: the status of {job.title} names no checkpoint; `{job.command('checkpoints')}`")
+        raise LocalError(
+            f"--from {NEWEST}: the status of {job.title} names no checkpoint; `{job.command('status', '--checkpoints')}`"
+        )
     return newest
 
 

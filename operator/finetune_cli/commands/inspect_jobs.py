@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from finetune_cli.jobs.progress import figures
 from finetune_cli.jobs.seen import SeenJob
+from finetune_cli.jobs.stored_run import StoredCheckpoint
 from finetune_cli.render.jobs import jobs_document, jobs_text
 
 
@@ -40,8 +41,14 @@ def list_changes(jobs: list[SeenJob], before: dict[str, str] | None, place: str,
     return CommandAnswer(text, lambda: jobs_document(shown, now))
 
 
-def status_answer(job: SeenJob, losses: list[float], *, is_watched: bool) -> CommandAnswer:
-    """Where a job is. `losses`: known so far; while it is watched, its latest one is added."""
+def status_answer(
+    job: SeenJob, losses: list[float], checkpoints: Sequence[StoredCheckpoint] | None = None, *, is_watched: bool
+) -> CommandAnswer:
+    """Say where a job is.
+
+    losses: those known so far; while the job is watched, its latest one is added. checkpoints: None if the workspace was not
+    read.
+    """
     # The policies of failures, which a list has no use for.
     from finetune_cli.jobs.diagnosis import diagnose
     from finetune_cli.render.job_status import status_document, status_text
@@ -50,4 +57,7 @@ def status_answer(job: SeenJob, losses: list[float], *, is_watched: bool) -> Com
     if is_watched and found is not None and found.loss is not None:
         losses.append(found.loss)
     diagnosis = diagnose(job, now)
-    return CommandAnswer(lambda: status_text(job, diagnosis, now, losses), lambda: status_document(job, diagnosis, now, losses))
+    return CommandAnswer(
+        lambda: status_text(job, diagnosis, now, losses, checkpoints),
+        lambda: status_document(job, diagnosis, now, losses, checkpoints),
+    )

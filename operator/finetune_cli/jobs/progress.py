@@ -128,12 +128,6 @@ def ranks_of(job: SeenJob, attempt: Attempt) -> int:
     return job.num_ranks if attempt.ranks is None else min(max(attempt.ranks, 1), job.num_ranks)
 
 
-def ranks_now(job: SeenJob) -> int:
-    """Of the attempt that trains, or trained last; before it is recorded, of all nodes."""
-    attempts = job.attempts_of(Role.TRAIN)
-    return ranks_of(job, attempts[-1]) if attempts else job.num_ranks
-
-
 @dataclass(frozen=True)
 class TimelineStage:
     """One row of a job's timeline."""

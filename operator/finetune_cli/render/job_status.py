@@ -12,6 +12,7 @@ from finetune_cli.jobs.durations import duration_text
 from finetune_cli.jobs.plain import plain
 from finetune_cli.jobs.progress import Figures, figures, seconds_between, seconds_left, stage_name, state, timeline
 from finetune_cli.jobs.seen import SeenJob
+from finetune_cli.jobs.stored_run import StoredCheckpoint
 from finetune_cli.render.columns import bar, figure, sparkline, table
 from finetune_cli.render.diagnosis import command_lines
 from finetune_cli.render.jobs import summary
@@ -24,8 +25,17 @@ from finetune_operator.decide.restart_policy import POLICY, Retry
 _MOST = 500
 
 
-def status_text(job: SeenJob, diagnosis: Diagnosis, now: datetime, losses: Sequence[float] = ()) -> str:
-    """The answer for a person. `losses`: of the steps so far, if they are known."""
+def status_text(
+    job: SeenJob,
+    diagnosis: Diagnosis,
+    now: datetime,
+    losses: Sequence[float] = (),
+    checkpoints: Sequence[StoredCheckpoint] | None = None,
+) -> str:
+    """The answer for a person.
+
+    losses: those of the steps so far, if they are known. checkpoints: None if the workspace was not read.
+    """
     stage = stage_name(job)
     lines = [f"{plain(job.title)}: {plain(state(job), 128)}" + (f", {stage}" if stage else "")]
     lines += _progress_lines(job, now, losses)
@@ -43,6 +53,8 @@ def status_text(job: SeenJob, diagnosis: Diagnosis, now: datetime, losses: Seque
     if len(tried) > 1 or any(each.outcome is AttemptOutcome.FAILED for each in tried):
         rows = [_attempt_row(each, now) for each in tried]
         text += "\n" + table(("ATTEMPT", "OUTCOME", "BEGAN", "TOOK", "FAILURE", ""), rows, "  ")
+    if checkpoints is not None:
+        text += "\n" + _checkpoints_text(checkpoints)
     if job.status.artifacts:
         text += "\n" + table(("RESULT", "PATH"), [(plain(one.name), plain(one.path)) for one in job.status.artifacts], "  ")
     if job.unreadable:
@@ -74,6 +86,23 @@ def _progress_lines(job: SeenJob, now: datetime, losses: Sequence[float]) -> lis
     lines += [labelled("pace", ", ".join(pace))] if pace else []
     lines += [labelled("saved", f"checkpoint of step {found.checkpoint}")] if found.checkpoint is not None else []
     return lines
+
+
+def _checkpoints_text(checkpoints: Sequence[StoredCheckpoint]) -> str:
+    if not checkpoints:
+        return "  the workspace holds no checkpoint\n"
+    rows = [
+        (
+            str(each.step),
+            _clock(each.saved) or "-",
+            f"{each.bytes / 2**20:.1f} MiB",
+            "yes" if each.is_complete else "no",
+            figure(each.loss),
+            figure(each.eval_loss) + (" (lowest)" if each.is_best else ""),
+        )
+        for each in checkpoints
+    ]
+    return table(("CHECKPOINT", "SAVED", "SIZE", "COMPLETE", "LOSS", "HELD OUT"), rows, "  ")
 
 
 def _beside_calculation(found: Figures) -> str:
@@ -108,8 +137,14 @@ def _clock(moment: datetime | None) -> str:
     return "" if moment is None else f"{moment:%Y-%m-%d %H:%M:%S}"
 
 
-def status_document(job: SeenJob, diagnosis: Diagnosis, now: datetime, losses: Sequence[float] = ()) -> dict[str, Any]:
-    """The same as data."""
+def status_document(
+    job: SeenJob,
+    diagnosis: Diagnosis,
+    now: datetime,
+    losses: Sequence[float] = (),
+    checkpoints: Sequence[StoredCheckpoint] | None = None,
+) -> dict[str, Any]:
+    """The answer as data; `checkpoints` is null if the workspace was not read for them."""
     found = figures(job)
     return {
         **summary(job, now),
@@ -122,6 +157,20 @@ def status_document(job: SeenJob, diagnosis: Diagnosis, now: datetime, losses: S
         "goodput": found.goodput if found else None,
         "checkpointStep": found.checkpoint if found else None,
         "losses": list(losses),
+        "checkpoints": None
+        if checkpoints is None
+        else [
+            {
+                "step": each.step,
+                "saved": None if each.saved is None else each.saved.isoformat(),
+                "complete": each.is_complete,
+                "bytes": each.bytes,
+                "loss": each.loss,
+                "evalLoss": each.eval_loss,
+                "best": each.is_best,
+            }
+            for each in checkpoints
+        ],
         "stages": [
             {
                 "name": each.name,
