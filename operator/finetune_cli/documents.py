@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from finetune_job.catalogue.book import make_finding
-from finetune_job.finding import UNREADABLE, Finding
+from finetune_job.finding import INVALID_FIELD, Finding
 
 MAX_FILE_BYTES = 16_000_000
 MAX_FILE_VALUES = 500_000
@@ -63,7 +63,7 @@ def objects_of(document: Document) -> list[Document]:
 
 def problem(field: str, value: object, message: str, fix: str) -> Finding:
     """A finding about the input itself."""
-    return make_finding(UNREADABLE, field=field, value=str(value), message=message, fix=fix)
+    return make_finding(INVALID_FIELD, field=field, value=str(value), message=message, fix=fix)
 
 
 # libyaml's loader is ten times as fast, and its Python interface has the same constructors.

@@ -15,7 +15,7 @@ from finetune_cli.corrections.reading import read, with_generated_name
 from finetune_job.api.job import FineTuneJob
 from finetune_job.api.profile import FineTuneProfile
 from finetune_job.catalogue.book import make_finding
-from finetune_job.finding import UNREADABLE, Finding
+from finetune_job.finding import INVALID_FIELD, Finding
 from finetune_job.names import JOB_KIND
 
 # The corrections are imported by the functions that need them: most manifests have no mistake.
@@ -72,7 +72,7 @@ def _unknown_metadata(content: Any) -> list[Finding]:
             has_path = "." not in name
             found.append(
                 make_finding(
-                    UNREADABLE,
+                    INVALID_FIELD,
                     field=f"metadata.{name}",
                     value=value_text(metadata[name]),
                     message="there is no such field",
@@ -114,7 +114,7 @@ def _finding(wrong: WrongField, correction: Correction | None) -> Finding:
 
     untried = _UNTRIED if wrong.place else _OBJECT
     return make_finding(
-        UNREADABLE,
+        INVALID_FIELD,
         field=wrong.name,
         value="unset" if wrong.kind == "missing" else value_text(wrong.value),
         message=(correction.message if correction is not None else "") or reason_of(wrong),

@@ -60,7 +60,7 @@ def test_a_rule_is_explained_with_its_evidence():
         ("token-index-unknown", ("gate: preflight", "refuses the job", "test_rows_beyond_the_embedding_are_refused")),
         ("trained-token-unread", ("refuses some jobs, and warns of others",)),
         ("rehearsal-not-done", ("gate: rehearsal", "warns")),
-        ("unreadable", ("gate: schema", "not an object of this API")),
+        ("invalid-field", ("gate: schema", "not an object of this API")),
         ("frozen-after-start", ("refuses the change", "create a new job")),
         ("DeviceOutOfMemory", ("failure class", "code 44", "retry: no", "spec.training.microBatchSize")),
         ("preflight/UserModel", ("UserModel: failure class", "code 42")),
