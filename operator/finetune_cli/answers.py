@@ -36,7 +36,7 @@ def errors_told() -> Iterator[None]:
         typer.echo(f"{place}{error.strerror or error}; check the path, your rights and the room on the disk", err=True)
         raise typer.Exit(ExitCode.FAILED) from error
     except RecursionError as error:
-        typer.echo("what was read is nested too deeply to be worked with", err=True)
+        typer.echo("the input is nested too deeply", err=True)
         raise typer.Exit(ExitCode.FAILED) from error
     except KeyboardInterrupt as error:
         raise typer.Exit(ExitCode.INTERRUPTED) from error

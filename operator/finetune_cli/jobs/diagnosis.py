@@ -173,7 +173,7 @@ def _stalled(job: SeenJob, fixes: Patch | None) -> Diagnosis:
 def _under_way(job: SeenJob, now: datetime) -> Diagnosis:
     ready = find_condition(job.status.conditions, ConditionType.READY)
     if ready is not None and ready.reason == Reason.OPERATOR_ERROR:
-        advice = "Show the message to those who run the operator; no change of the manifest helps. The job continues by itself."
+        advice = "Report this to your platform team; changing the manifest will not help. The job continues by itself."
         return Diagnosis(f"{_meaning(ready.reason)} {ready.message}".strip(), ready.reason, advice=(advice,))
     stage = current_stage(job)
     if stage is None or stage.reason == Reason.RUNNING:

@@ -24,8 +24,8 @@ Explained = Rule | Entry | Transition | Word | FieldFacts
 _EFFECTS = {"error": "refuses the job", "warning": "warns", "either": "refuses some jobs, and warns of others"}
 _APPLIES_TO = {
     "ours": "",
-    "accelerate": "; it tells of accelerate's path, and this trainer does it right",
-    "Trainer": "; it tells of the path of transformers' Trainer, and this trainer does it right",
+    "accelerate": "; affects accelerate only, not this trainer",
+    "Trainer": "; affects transformers' Trainer only, not this trainer",
 }
 
 
@@ -187,12 +187,8 @@ def rule_text(rule: Rule) -> str:
         lines.append(labelled("shown", f"there is no reproduction: {rule.not_reproduced}"))
     lines.append(labelled("source", "; ".join(rule.sources)))
     short = "; ".join(dict.fromkeys(condition.says for condition in conditions_of(rule)))
-    made = "a finding names it for its manifest, and " + (
-        "nobody but you can weigh it: finetune validate --fix leaves it"
-        if rule.needs_human
-        else "finetune validate --fix -f FILE makes it"
-    )
-    lines.append(labelled("fix", f"{short}; {made}" if short else made))
+    fix = "decide by hand; finetune validate --fix leaves it" if rule.needs_human else "finetune validate --fix -f FILE"
+    lines.append(labelled("fix", f"{short}; {fix}" if short else fix))
     return "\n".join([*lines, ""])
 
 

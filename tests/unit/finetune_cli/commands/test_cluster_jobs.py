@@ -373,7 +373,7 @@ def test_an_object_that_is_nested_too_deeply_ends_no_command_with_a_traceback(ru
         deep = {"a": deep}
     server.put(JOBS, {**objects.FAILED, "spec": {**objects.FAILED["spec"], "settings": deep}})
     done = run("fork failed")
-    assert (done.exit_code, done.output) == (3, "what was read is nested too deeply to be worked with\n")
+    assert (done.exit_code, done.output) == (3, "the input is nested too deeply\n")
 
 
 def test_an_attempt_after_which_the_pod_was_kept_says_so(run: Run, server: ApiServer) -> None:

@@ -66,7 +66,7 @@ def test_a_rule_is_explained_with_its_evidence():
         ("preflight/UserModel", ("UserModel: failure class", "code 42")),
         ("nodelost", ("NodeLost: failure class", "NodeLost: reason", "retry: not counted")),
         ("44", ("exit code of a container", "DeviceOutOfMemory")),
-        ("3", ("exit code of finetune", "A run failed.")),
+        ("3", ("exit code of finetune", "A run failed, ")),
         (
             "spec.training.learningRate",
             (
@@ -232,14 +232,14 @@ def _paths(path: str, node: dict[str, Any]) -> Iterator[str]:
 def test_an_unknown_word_is_answered_with_what_is_like_it(word, meant):
     answer = run(word)
     assert answer.exit_code == 2
-    assert f"nothing is called {word}; did you mean " in answer.output
+    assert f"unknown term: {word}; did you mean " in answer.output
     assert meant in answer.output
 
 
 def test_a_word_that_is_like_nothing_leads_to_the_list():
     answer = run("xyzzy")
     assert answer.exit_code == 2
-    assert answer.output == "nothing is called xyzzy; `finetune explain` lists all findings\n"
+    assert answer.output == "unknown term: xyzzy; `finetune explain` lists all findings\n"
 
 
 @pytest.mark.parametrize(
