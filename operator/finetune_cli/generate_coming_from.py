@@ -9,9 +9,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from finetune_cli.corrections.other_tools import answer
-from finetune_cli.corrections.words import WORD_ANSWERS
-from finetune_cli.corrections.wrong_field import letters
+from finetune_cli.corrections.foreign import answer
+from finetune_cli.corrections.table import answer_to
 
 _TRAINER: Mapping[str, Any] = {
     "learning_rate": "2e-4", "num_train_epochs": 3, "max_steps": 500, "per_device_train_batch_size": 2,
@@ -115,12 +114,12 @@ def right_column(name: str, value: Any) -> str:
     """What the product answers to a setting of another tool."""
     same = SAME_NAME.get(name)
     if same is not None:
-        word = WORD_ANSWERS.get(same, {}).get(letters(str(value)))
-        return f"spec.{same}" if word is None else f"spec.{same}: {word.word}: {word.why}"
-    found = answer(name, value, WRITTEN)
-    if found is None:
+        instead = answer_to(same, str(value))
+        return f"spec.{same}" if instead is None else f"spec.{same}: {instead['write']}: {instead['why']}"
+    equivalent = answer(name, value, WRITTEN)
+    if equivalent is None:
         raise KeyError(f"no answer is known for {name}")
-    return found.fix.removeprefix("write ")
+    return equivalent.fix.removeprefix("write ")
 
 
 def page() -> str:

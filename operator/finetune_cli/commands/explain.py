@@ -7,7 +7,7 @@ import re
 
 from finetune_cli.checks.cluster import CheckId
 from finetune_cli.checks.validate import DocumentOutcome
-from finetune_cli.corrections.without_value import answer_without_value
+from finetune_cli.corrections.foreign import answer_without_value
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.render.explanations import Explained
 from finetune_job.api.documentation import Word, member_words, words

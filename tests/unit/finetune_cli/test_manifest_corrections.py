@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from finetune_cli.app import app
 from finetune_cli.checks.validate import validate
-from finetune_cli.corrections.examples import example
-from finetune_cli.corrections.other_tools import answer
+from finetune_cli.corrections.foreign import answer
+from finetune_cli.corrections.proposals import example
 from finetune_cli.documents import read_documents
 from finetune_job.api.job import FineTuneJob, FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfile
@@ -353,7 +353,7 @@ def test_no_fix_that_is_made_unasked_takes_something_away_that_is_written_elsewh
                 "spec.method.adapter": "write spec.method.type",
                 "spec.method.load_in_4bit": "write spec.method.type: QLoRA, which packs the base in 4 bits",
             },
-            {"type": "QLoRA", "load_in_4bit": True},
+            {"type": "QLoRA"},
         ),
     ],
 )
@@ -363,7 +363,7 @@ def test_no_two_answers_contradict_each_other(path: str, value: Any, fixes: dict
     assert {each.field: each.fix for each in found} == fixes
     for finding in found:
         assert_fix_works(document, finding)
-    # One of the two is for a person to choose.
+    # Of two that differ, one is for a person to choose.
     result = CliRunner().invoke(app, ["validate", "-f", "-", "--fix"], input=text_of(document))
     assert at(read_documents(result.stdout)[0].content, path) == made
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from finetune_cli.app import app
 from finetune_cli.checks.cluster import CheckId
 from finetune_cli.commands.explain import explain
-from finetune_cli.corrections import other_tools
-from finetune_cli.corrections.without_value import answer_without_value
+from finetune_cli.corrections.foreign import answer, answer_without_value
+from finetune_cli.corrections.table import rows
 from finetune_cli.render.explanations import explained_text
 from finetune_job.catalogue.book import ENTRIES
 from finetune_job.failures import EXIT_CODES, FailureClass
@@ -163,13 +163,12 @@ PROBES = (True, False, 8, "word", ["a"])
 
 
 def test_no_explanation_of_a_setting_takes_a_value_that_nobody_has_named():
-    for names, _ in other_tools._ROWS:
-        for name in names:
-            said, fixes = answer_without_value(name), {other_tools.answer(name, value, {}).fix for value in PROBES}
-            assert said.endswith(".")
-            by_value = f"For {name}: " in said or said in (SETTINGS["gradient_accumulation_steps"], SETTINGS["num_warmup_steps"])
-            assert (len(fixes) > 1) <= by_value, (name, fixes)
-            assert not {"None", "False", "True"} & set(said.replace("activationCheckpointing: None", "").split()), said
+    for name in {name for row in rows().values() for name in row.names}:
+        text, fixes = answer_without_value(name), {answer(name, value, {}).fix for value in PROBES}
+        assert text.endswith(".")
+        by_value = f"For {name}: " in text or text in (SETTINGS["gradient_accumulation_steps"], SETTINGS["num_warmup_steps"])
+        assert (len(fixes) > 1) <= by_value, (name, fixes)
+        assert not {"None", "False", "True"} & set(text.replace("activationCheckpointing: None", "").split()), text
 
 
 def test_every_word_that_the_product_prints_is_explained():
