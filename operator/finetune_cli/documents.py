@@ -22,7 +22,7 @@ MAX_FILE_VALUES = 500_000
 MAX_BYTES = 1_500_000
 """The API server takes no larger objects."""
 MAX_VALUES = 100_000
-"""Of one document, each alias counted as what it names."""
+"""Most values of one document; each alias counts as what it names."""
 MAX_DEPTH = 64
 LARGEST_INTEGER = 2**63 - 1
 _MERGE = "tag:yaml.org,2002:merge"
@@ -42,7 +42,7 @@ class Document:
     """One document of a file."""
 
     number: int
-    """From 1."""
+    """Number of the document, from 1."""
     content: Any
     file: str = ""
 

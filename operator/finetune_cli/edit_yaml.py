@@ -29,7 +29,7 @@ _JSON_INDENT = re.compile(r"\{\n( +)")
 _CHILD = re.compile(r"^( *)[^\s#-][^\n]*:[ \t]*(?:#[^\n]*)?\r?\n(?:[ \t]*(?:#[^\n]*)?\r?\n)*+(?=( *)(- +|[^\s-]))", re.MULTILINE)
 """A key with nothing but comments behind it, and the begin of its value on a later line."""
 _UNKNOWN_LAYOUT = (YAMLError, ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError)
-"""What ruamel raises for layouts that it does not know, and tags, aliases and merge keys for changes that do not fit them."""
+"""Errors that ruamel raises for unknown layouts, and that tags, aliases and merge keys raise for changes that do not fit them."""
 
 
 class _WordsAreText(VersionedResolver):
@@ -89,7 +89,7 @@ def _changed(chunk: str, before: Mapping[str, Any], wanted: dict[str, Any]) -> s
 
 
 def _changed_json(chunk: str, wanted: dict[str, Any]) -> str:
-    """The same of JSON, whose line breaks ruamel would lose. Raises ValueError if the document is something else."""
+    """The changed text of a JSON document, whose line breaks ruamel would lose. Raises ValueError if it is not JSON."""
     json.loads(chunk)
     indent = _JSON_INDENT.match(chunk)
     tail = chunk[len(chunk.rstrip()) :]

@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What the caller of a command may rely on."""
+    """Exit codes that callers may rely on."""
 
     DONE = 0
     """Accepted, or done."""

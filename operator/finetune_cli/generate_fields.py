@@ -47,7 +47,7 @@ def _table(kind: str) -> str:
 
 
 def _once(fields: Sequence[FieldFacts]) -> Iterator[tuple[FieldFacts, str]]:
-    """With what each means. What each role has would fill pages, so the fields of an object like one before are left out."""
+    """Fields with their meanings, without those of an object like an earlier one: those of each role would fill pages."""
     told: dict[tuple[tuple[str, ...], ...], str] = {}
     repeated: tuple[str, ...] = ()
     for field in fields:

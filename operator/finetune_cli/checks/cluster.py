@@ -1,4 +1,4 @@
-"""What a cluster needs for FineTuneJobs to run, judged from what was found there."""
+"""Preconditions of a cluster for FineTuneJobs, judged from facts about it."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class StorageClass:
 
 @dataclass(frozen=True)
 class NetworkProbe:
-    """What one pod could reach of another one and of DNS, before two NetworkPolicies and under them."""
+    """Ports of another pod, and DNS, that one pod could reach before two NetworkPolicies and under them."""
 
     reached_before: bool
-    """Without a policy, every port of the other pod."""
+    """Whether every port of the other pod was reached without a policy."""
     resolved_before: bool
-    """Without a policy, a name of the cluster."""
+    """Whether a name of the cluster was resolved without a policy."""
     ingress_denied: bool = False
     """A port that the policy of the other pod does not let in."""
     egress_denied: bool = False
@@ -62,27 +62,27 @@ class NetworkProbe:
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What was found."""
+    """Facts about the cluster."""
 
     namespace: str
     profile_name: str
     server_version: str | UnknownFact
-    """As in v1.36.3."""
+    """Version of the API server, as in v1.36.3."""
     served: Sequence[str] | UnknownFact
     """Plural names that the API server serves in the version of these programs; empty if it does not know the group."""
     operators: Sequence[OperatorDeployment] | UnknownFact
     profile: FineTuneProfileSpec | UnknownFact | None
-    """None: there is no profile of that name."""
+    """The profile; None if there is none of that name."""
     namespace_labels: Mapping[str, str] | UnknownFact | None
-    """None: the profile does not ask for them."""
+    """Labels of the namespace; None if the profile does not ask for them."""
     may_create_jobs: bool | UnknownFact
     storage_classes: Sequence[StorageClass] | UnknownFact
     network: NetworkProbe | UnknownFact | None
-    """None: nobody asked for the probe."""
+    """Result of the probe; None if it was not asked for."""
 
 
 class CheckId(StrEnum):
-    """What is checked."""
+    """The checks."""
 
     KUBERNETES_VERSION = "kubernetes-version"
     """The API server is of a version that the chart supports."""
@@ -105,7 +105,7 @@ class CheckId(StrEnum):
 
 
 class CheckOutcome(StrEnum):
-    """Of a check."""
+    """Outcome of a check."""
 
     PASSED = "passed"
     FAILED = "failed"

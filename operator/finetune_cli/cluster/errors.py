@@ -1,4 +1,4 @@
-"""What a cluster refuses, in words: what is missing, and what to do about it."""
+"""Refusals of a cluster in words: what is missing, and what to do about it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PATH = re.compile(
 
 
 class ClusterError(LocalError):
-    """What was asked of a cluster and could not be done. `status`: of the answer; None: there was none."""
+    """A request to a cluster that failed. `status`: the HTTP status; None: there was no answer."""
 
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.FAILED, status: int | None = None) -> None:
         super().__init__(message, exit_code)
@@ -33,7 +33,7 @@ class Right:
 
     verb: str
     resource: str
-    """With its subresource: `pods/log`."""
+    """The resource with its subresource, as in `pods/log`."""
     group: str = ""
     namespace: str = ""
     """Empty: of the cluster, or of all namespaces."""
@@ -55,7 +55,7 @@ def right_for(method: str, path: str) -> Right | None:
 
 
 def told(error: RequestError, method: str, path: str, server: str) -> ClusterError:
-    """What the error means and what to do."""
+    """Say what the error means and what to do."""
     said = plain(error, _SHOWN)
     match error.status:
         case None:

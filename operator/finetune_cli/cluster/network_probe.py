@@ -91,7 +91,7 @@ class _Probe:
         self._client.request("POST", collection, document)
 
     def _wait(self, part: str, found: Callable[[dict[str, Any]], Any]) -> Any:
-        """What `found` finds in a pod of the probe, as soon as it is not None."""
+        """Wait until `found` returns something else than None for a pod of the probe, and return it."""
         while True:
             if self._interruption.requested:
                 raise LocalError("interrupted", ExitCode.INTERRUPTED)
@@ -114,7 +114,7 @@ def _address(pod: dict[str, Any]) -> str | None:
 
 
 def _report(pod: dict[str, Any], container: str) -> list[bool] | None:
-    """What a container saw: three ports reached, its node reached, a name resolved."""
+    """Read the report of a container: three ports reached, its node reached, a name resolved."""
     status = pod.get("status", {})
     for one in (*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])):
         ended = one.get("state", {}).get("terminated")

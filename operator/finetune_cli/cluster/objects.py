@@ -39,7 +39,7 @@ class Cluster:
     """The cluster and the namespace that a command works in. Raises LocalError without a usable kubeconfig."""
 
     context: str | None = None
-    """As the user named it."""
+    """Context of the kubeconfig as the user named it."""
 
     def __init__(self, context: str | None = None, namespace: str | None = None) -> None:
         self.client, self.context = ClusterClient(context), context
@@ -66,7 +66,7 @@ class Cluster:
         return replace(seen_job(document), context=self.context)
 
     def pods_of(self, job: SeenJob) -> list[SeenPod]:
-        """Its pods that exist, by role, attempt and place in the gang. Raises ClusterError."""
+        """List the job's pods that exist, by role, attempt and place in the gang. Raises ClusterError."""
         path = collection("v1", "pods", job.namespace)
         found = map(seen_pod, self._list(path, {"labelSelector": f"{LABEL_JOB_UID}={job.uid}"}))
         return sorted(found, key=lambda pod: (pod.created is not None and pod.created.timestamp(), pod.node_rank, pod.name))
@@ -84,7 +84,7 @@ class Cluster:
         return sorted(found, key=lambda event: event.time.timestamp() if event.time is not None else 0.0)
 
     def profile(self, name: str) -> FineTuneProfileSpec | None:
-        """None if there is none of the name. Raises ClusterError."""
+        """Get a profile; None if there is none of this name. Raises ClusterError."""
         from finetune_job.api.profile import FineTuneProfileSpec
 
         document = self.get(API_VERSION, PROFILE_PLURAL, name, "")
@@ -109,7 +109,7 @@ class Cluster:
         return list(self._list(collection(version, plural, namespace), {"labelSelector": selector} if selector else {}))
 
     def within(self, namespace: str) -> Cluster:
-        """The same cluster, another namespace."""
+        """Return the same cluster with another namespace."""
         other = copy.copy(self)
         other.namespace = namespace
         return other
@@ -148,7 +148,7 @@ class Cluster:
                 return
 
     def _no_job(self, name: str) -> ClusterError:
-        """With the names that it might have meant, as far as they may be seen."""
+        """An error that suggests names of existing jobs, as far as they may be listed."""
         message = f"there is no FineTuneJob {plain(name, 80)} in the namespace {self.namespace}"
         names = unless_refused(lambda: [job.name for job in self.jobs()])
         if isinstance(names, Unseen):
@@ -170,7 +170,7 @@ def collection(version: str, plural: str, namespace: str) -> str:
 
 
 def unless_refused(read: Callable[[], _T]) -> _T | Unseen:
-    """What was read, or why it could not be."""
+    """Return what `read` returns, or why it could not be read."""
     try:
         return read()
     except ClusterError as error:

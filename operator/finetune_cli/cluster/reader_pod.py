@@ -30,7 +30,7 @@ LABEL = "finetune.dev/reader"
 SECONDS = 300
 """How long the pod may take to print what it reads, or to run, pulls of the image included."""
 MOST_BYTES = 4 << 20
-"""That are read of each file, from its end, and that are printed of all: a kubelet keeps 10 MiB of a log by default."""
+"""Bytes that are read from the end of each file, and printed of all files: a kubelet keeps 10 MiB of a log by default."""
 _POLL_SECONDS = 0.5
 
 SCRIPT = """
@@ -76,7 +76,7 @@ say(end=True, cut=left <= 0)
 
 
 class WorkspaceAccess:
-    """Where a job's files are, and with what its pods read them."""
+    """Place of a job's files, and the settings with which its pods read them."""
 
     def __init__(self, plan: LaunchPlan, placement: Placement) -> None:
         self.claim = plan.workspace.claim
@@ -87,14 +87,14 @@ class WorkspaceAccess:
         """Address outside the cluster; empty: the results stay on their claim."""
 
     def of_results(self) -> WorkspaceAccess:
-        """The same for the results."""
+        """Return the place of the job's results."""
         other = copy.copy(self)
         other.claim, other.path = self._output.claim, self._output.path
         return other
 
 
 def workspace_of(cluster: Cluster, job: SeenJob) -> WorkspaceAccess:
-    """From the job's frozen plan. Raises ClusterError."""
+    """Find the place of a job's files in its frozen plan. Raises ClusterError."""
     found = cluster.get("v1", "configmaps", plan_configmap_name(job.name), job.namespace)
     if found is None:
         raise ClusterError(
@@ -153,7 +153,7 @@ def read_workspace(
     *,
     of_results: bool = False,
 ) -> Generator[Mapping[str, Any]]:
-    """What the pod prints, a file after another. of_results: from the folder of the results, instead of the job's own.
+    """Yield what the pod prints, one file after another. of_results: read the folder of the results instead of the job's own.
 
     Raises ClusterError, also if the pod cannot run or ends early.
     """
@@ -199,7 +199,7 @@ def _printed(cluster: Cluster, path: str, job: SeenJob) -> Iterator[Mapping[str,
 
 
 def _delete(cluster: Cluster, path: str) -> None:
-    """Whether or not it is there. Raises ClusterError, which names what was left."""
+    """Delete the pod if it is there. Raises ClusterError, which names what was left."""
     try:
         cluster.send("DELETE", path, {"kind": "DeleteOptions", "apiVersion": "v1", "gracePeriodSeconds": 0})
     except ClusterError as error:

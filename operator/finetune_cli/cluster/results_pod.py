@@ -22,10 +22,10 @@ from finetune_cli.jobs.seen import SeenJob
 from finetune_job.names import CLAIMS_MOUNT
 
 MOST_LISTED_BYTES = 16 << 20
-"""Of the answer that lists the files."""
+"""Longest answer that lists the files."""
 _SHOWN = 200
 PART_BYTES = 8 << 20
-"""That one program sends: the client keeps in memory what comes faster than it is written."""
+"""Bytes that one program sends: the client keeps in memory what comes faster than it is written."""
 CONTAINER = "reader"
 
 LIST = """
@@ -56,7 +56,7 @@ with open(path, "rb") as file:
 
 
 class ResultsPod:
-    """One that runs."""
+    """A running results pod."""
 
     def __init__(self, cluster: Cluster, namespace: str, name: str, root: str) -> None:
         self._cluster, self._namespace, self._name, self._root = cluster, namespace, name, root

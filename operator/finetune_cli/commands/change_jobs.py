@@ -45,19 +45,19 @@ MOST_CONFLICTS = 5
 
 @dataclass(frozen=True)
 class Change:
-    """What a command did to a job."""
+    """A change that a command made to a job."""
 
     job: SeenJob
     said: str
-    """In words, without the job's name."""
+    """The change in words, without the job's name."""
     changed: bool = True
 
     def text(self) -> str:
-        """For a person."""
+        """The answer for a person."""
         return f"{self.job.title}: {self.said}\n"
 
     def document(self) -> dict[str, Any]:
-        """For a program."""
+        """The answer for a program."""
         run = self.job.spec.get("run")
         return {
             "namespace": self.job.namespace,
@@ -230,7 +230,7 @@ def fork(
 
 
 def _beginning(document: Mapping[str, Any]) -> str:
-    """What a job trains on: a copy of a fork is a fork of the same checkpoint."""
+    """The start of a job: a copy of a fork is a fork of the same checkpoint."""
     start = documents.text(document, "spec", "training", "startFrom")
     return f"the checkpoint {start} of its workspace" if start else "the base model"
 
@@ -262,7 +262,7 @@ def _step_of(job: SeenJob, start: str) -> int:
 
 
 def _names(cluster: Cluster) -> list[str]:
-    """Of the jobs of the namespace; empty if they may not be listed: the API server refuses a name that is taken."""
+    """Names of the jobs of the namespace; empty if they may not be listed: the API server refuses a name that is taken."""
     found = unless_refused(lambda: [job.name for job in cluster.jobs()])
     return [] if isinstance(found, Unseen) else found
 

@@ -43,14 +43,14 @@ class Bill:
 
     by: str
     source: str
-    """What it was computed from, in words."""
+    """The source of the figures, in words."""
     rows: list[Usage]
     notes: list[str]
-    """What is missing, and why."""
+    """Notes on what is missing, and why."""
 
 
 def bill(cluster: Cluster, by: str, now: datetime, *, everywhere: bool) -> Bill:
-    """From the operator's accounts, which know deleted jobs too; from statuses if those may not be read or know no such label.
+    """Compute usage from the operator's accounts, or from statuses if those may not be read or have no such label.
 
     Raises LocalError.
     """
@@ -90,7 +90,7 @@ def _accounts(cluster: Cluster) -> list[tuple[JobLabels, Mapping[str, float]]]:
 
 
 def _prices(cluster: Cluster) -> dict[str, float | None]:
-    """Of one GPU for an hour, by profiles that have GPUs."""
+    """Price of one GPU for an hour, by name of each profile with GPUs."""
     found: dict[str, float | None] = {}
     for document in cluster.list(API_VERSION, PROFILE_PLURAL, ""):
         try:
@@ -129,7 +129,7 @@ def _total_cost(rows: Sequence[Usage]) -> float | None:
 
 
 def bill_document(found: Bill) -> dict[str, Any]:
-    """The same as data."""
+    """The bill as data."""
     return {
         "by": found.by,
         "source": found.source,

@@ -41,13 +41,13 @@ def _is_refused(job: SeenJob) -> bool:
 
 
 def _asks_profile(job: SeenJob) -> bool:
-    """Whether the answer depends on it."""
+    """Whether the answer depends on the profile."""
     failed = last_failure(job)
     return _is_refused(job) or (failed is not None and failed.failure is FailureClass.HOST_OUT_OF_MEMORY)
 
 
 def _fixes(job: SeenJob, profile: Mapping[str, Any] | None) -> Patch | None:
-    """What the rules would change in a refused manifest, as a patch."""
+    """The changes of the rules to a refused manifest, as a patch."""
     if not _is_refused(job):
         return None
     judged_with = None
@@ -59,7 +59,7 @@ def _fixes(job: SeenJob, profile: Mapping[str, Any] | None) -> Patch | None:
 
 
 def rule_patch(job: SeenJob, profile: str | None) -> Patch | None:
-    """What `finetune validate --fix` would change, if the manifest is accepted afterwards; None if not."""
+    """The changes of `finetune validate --fix` as a patch; None if the manifest is still refused afterwards."""
     from finetune_cli.checks.fix import fix
     from finetune_cli.checks.validate import validate_files
 

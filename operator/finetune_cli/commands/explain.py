@@ -1,4 +1,4 @@
-"""`finetune explain`: what a word stands for that the product prints or reads."""
+"""`finetune explain`: the meaning of a word that the product prints or reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TEMPLATE = "spec.data.chatTemplate"
 
 
 def explain(asked: str) -> list[Explained]:
-    """Everything that the word stands for; empty if it stands for nothing.
+    """Find everything that a word stands for; empty if it stands for nothing.
 
     asked: the id of a finding, a failure class with or without the role that it is reported of (`train/NonFinite`), an exit code,
     a word of status (condition, reason, phase, outcome of an attempt), a verdict of `finetune validate`, a check of `finetune
@@ -72,14 +72,14 @@ def _words() -> tuple[Word, ...]:
 
 
 def _fields(asked: str) -> list[FieldFacts]:
-    """By the whole path; if there is none, by its end, such as the name alone."""
+    """Fields of this path, or, if there is none, fields whose path ends with it."""
     path = _path(asked)
     whole = [each for each in all_fields() if _path(each.path) == path]
     return whole or [each for each in all_fields() if f".{_path(each.path)}".endswith(f".{path}")]
 
 
 def _values(asked: str, part: str = "") -> list[Word]:
-    """As values of fields of a part, of which each is told once with all that takes it."""
+    """Values of fields of a part; each is listed once, with all fields that take it."""
     fields: dict[str, list[FieldFacts]] = {}
     for field in (each for each in all_fields() if each.path.startswith(part)):
         for value in field.values:

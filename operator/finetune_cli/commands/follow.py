@@ -26,9 +26,9 @@ def repeatedly(
     until: Callable[[_T | None], bool],
     pause: Callable[[float], None] = time.sleep,
 ) -> Iterator[_T]:
-    """What `read` gives, every two seconds until `until` says so of the latest (None: of nothing yet).
+    """Yield what `read` returns, every two seconds until `until` accepts the latest (None: nothing yet).
 
-    A cluster that does not answer is tried again, and `told` of once.
+    If the cluster does not answer, try again, and report it once with `told`.
 
     Raises ClusterError for an answer that stays as it is, such as a missing right, after `MOST_FAILURES` in a row, and where
     `until` ends it before there was an answer.
@@ -85,7 +85,7 @@ def wait_for(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> tuple[ExitCode, SeenJob | None]:
-    """How it ended, and the job as it was then, None for a job that was deleted; FAILED if the time ran out.
+    """Wait for a condition. Return the exit code, FAILED if the time ran out, and the job, None if it was deleted.
 
     Raises ClusterError.
     """

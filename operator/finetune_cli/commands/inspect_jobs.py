@@ -15,7 +15,7 @@ from finetune_cli.render.jobs import jobs_document, jobs_text
 
 @dataclass(frozen=True)
 class CommandAnswer:
-    """What a command has to say, both ways."""
+    """Answer of a command, as text and as data."""
 
     text: Callable[[], str]
     document: Callable[[], dict[str, Any]]

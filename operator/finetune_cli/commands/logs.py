@@ -22,7 +22,7 @@ from finetune_job.reasons import AttemptOutcome
 
 @dataclass(frozen=True)
 class LogOptions:
-    """How much is shown."""
+    """Options that limit what is shown."""
 
     follow: bool = False
     since_seconds: int | None = None

@@ -70,7 +70,7 @@ def _rehearse(place: RunDirectory, plan: RunPlan, seconds: float, console: Conso
 
 
 class _RehearsalPrinter:
-    """What the process says, on a terminal, and what follows from it; as a context manager it gives signs of life."""
+    """Prints what the process reports; as a context manager it gives signs of life."""
 
     def __init__(self, console: Console, job: str, *, silence_seconds: float = SILENCE_SECONDS) -> None:
         self._console, self._job = console, job
@@ -109,7 +109,7 @@ class _RehearsalPrinter:
 
 
 def stage_text(stage: Mapping[str, Any]) -> str:
-    """One stage that has ended."""
+    """The line of a stage that has ended."""
     problem = str(stage["problem"]).strip().splitlines()
     ending = "right" if not problem else f"wrong: {problem[0]}"
     return f"  {stage['stage']:8} {stage['seconds']:5.1f} s  {ending}"

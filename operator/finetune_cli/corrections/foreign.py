@@ -22,7 +22,7 @@ _USUAL_STEPS = 100
 
 @dataclass(frozen=True)
 class Equivalent:
-    """What a setting of another tool is here."""
+    """The equivalent of another tool's setting."""
 
     fix: str
     changes: Mapping[str, Any] = field(default_factory=dict)

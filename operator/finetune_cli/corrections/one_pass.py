@@ -182,7 +182,7 @@ class _Draft:
             repair.edits = []
 
     def _left(self) -> Iterator[tuple[WrongField, _Repair]]:
-        """What is still wrong, with the repair that has written it."""
+        """Yield the fields that are still wrong, each with the repair that has written it."""
         for wrong in wrong_fields(self.model, self.content).values():
             repair = max(self.repairs.values(), key=lambda each: each.covers(wrong.place), default=None)
             if repair is not None and repair.covers(wrong.place) and not repair.is_settled:

@@ -1,4 +1,4 @@
-"""What to write in place of a field that the schema refuses: words, and the change that a program can make.
+"""Proposals for fields that the schema refuses: words, and the change that a program can make.
 
 `propose` answers with one proposal for each field. What it writes may be wrong in turn, such as a misspelt value under a misspelt
 name; `one_pass` asks again then.
@@ -59,9 +59,9 @@ class Proposal:
     more: tuple[tuple[Place, Any], ...] = ()
     """Further places and values."""
     message: str = ""
-    """What is wrong, where the schema has no good words for it."""
+    """The reason, where the schema has no good words for it."""
     note: str = ""
-    """What else is to be done."""
+    """A further step for the user."""
 
     @property
     def is_move(self) -> bool:
@@ -414,7 +414,7 @@ def _range(wrong: WrongField) -> Iterator[Proposal]:
 
 
 def _own_words(wrong: WrongField) -> Iterator[Proposal]:
-    """What the models' own validators refuse, with a reason and a fix in words."""
+    """Answer a refusal of the models' own validators, which have a reason and a fix in words."""
     reason, _, fix = str(wrong.context.get("error")).partition("; ")
     value = wrong.value
     if isinstance(value, int | float) and not isinstance(value, bool):

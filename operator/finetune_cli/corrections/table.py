@@ -77,6 +77,6 @@ def words_of(path: str) -> Mapping[str, str]:
 
 
 def answer_to(path: str, word: str) -> Mapping[str, str] | None:
-    """What to write instead of a word that means something we do not have: `write`, `why` and maybe `reason`."""
+    """The answer to a word for something that we do not have: `write`, `why` and maybe `reason`."""
     rows_of_field = (row for row in table()["word"] if row["field"] == path)
     return next((row for row in rows_of_field if letters(word) in map(letters, row["words"].split())), None)

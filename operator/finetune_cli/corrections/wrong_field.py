@@ -66,7 +66,7 @@ class WrongField:
 
     @property
     def meaning(self) -> str:
-        """What the field is for, in brackets, as its documentation says."""
+        """The documented meaning of the field, in brackets."""
         text = field_docs(self.holder).get(str(self.plain[-1])) if self.holder is not None and self.plain else ""
         return f" ({text.rstrip('.')})" if text else ""
 

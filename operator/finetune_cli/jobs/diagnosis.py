@@ -1,4 +1,4 @@
-"""What is the matter with a job: the reason, what shows it, what to do, and, if one is known, a patch for a new job."""
+"""Diagnosis of a job: the reason, the evidence, what to do, and, if one is known, a patch for a new job."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Diagnosis:
     """The answer of `explain JOB`."""
 
     reason: str = ""
-    """In a sentence or two; empty: nothing is the matter."""
+    """The reason in a sentence or two; empty: nothing is wrong."""
     word: str = ""
     """The failure class or reason that `explain` tells more of."""
     evidence: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
-    """What to do, the surest first."""
+    """Advice, the surest first."""
     commands: tuple[str, ...] = ()
-    """For a shell."""
+    """Commands for a shell."""
     patch: Patch | None = None
     """JSON merge patch of a manifest of a new job; None: no change is known that would help."""
 
@@ -48,7 +48,10 @@ class Diagnosis:
 def diagnose(
     job: SeenJob, now: datetime, pods: Sequence[SeenPod] = (), events: Sequence[SeenEvent] = (), fixes: Patch | None = None
 ) -> Diagnosis:
-    """From the status, and as far as they were seen from pods and events. `fixes`: of the rules' findings, as a patch."""
+    """Diagnose a job from its status, and from pods and events as far as they were seen.
+
+    `fixes`: of the rules' findings, as a patch.
+    """
     found = _of_status(job, now, fixes)
     if not found.reason:
         return found
@@ -255,5 +258,5 @@ def _event_evidence(events: Sequence[SeenEvent]) -> Iterable[str]:
 
 
 def _meaning(word: str) -> str:
-    """What the product says that a failure class or a reason means."""
+    """The meaning of a failure class or a reason."""
     return member_docs(FailureClass).get(word) or member_docs(Reason).get(word) or ""

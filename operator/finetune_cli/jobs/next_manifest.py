@@ -58,7 +58,7 @@ def fork_of(document: Mapping[str, Any], name: str, changes: Iterable[FieldChang
 
 
 def start_changes(document: Mapping[str, Any], step: int) -> list[FieldChange]:
-    """What makes a copy of a job begin with its checkpoint of this step: the place, on the same claim. Raises LocalError."""
+    """Changes that make a copy of a job begin with its checkpoint of this step, on the same claim. Raises LocalError."""
     metadata, workspace = document.get("metadata"), document["spec"].get("workspace")
     if not isinstance(metadata, Mapping) or not isinstance(workspace, Mapping):
         raise LocalError("--from: the job has no metadata or no spec.workspace, by which its checkpoints are found")
@@ -74,7 +74,7 @@ def start_changes(document: Mapping[str, Any], step: int) -> list[FieldChange]:
 
 
 def other_destination(destination: str, name: str) -> str:
-    """The same kind of place under another name: a folder, a repository or a tag of its own."""
+    """A place of the same kind under another name: a folder, a repository or a tag of its own."""
     address = destination.rstrip("/")
     scheme, _, place = address.partition("://")
     if scheme == "oci":
@@ -100,7 +100,7 @@ def parse_change(text: str) -> FieldChange:
 
 
 def _is_below_a_map(path: str) -> bool:
-    """Such as an entry of rankPattern or a label: the API has no list of them."""
+    """Whether a path is below a map, such as an entry of rankPattern or a label: the API has no list of them."""
     maps = ["metadata.labels", *(each.path for each in all_fields() if each.kind == JOB_KIND and each.takes_any_key)]
     return any(path.startswith(f"{each}.") for each in maps)
 

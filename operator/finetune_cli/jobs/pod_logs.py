@@ -12,14 +12,14 @@ from finetune_job.names import Role
 
 @dataclass(frozen=True)
 class LogRequest:
-    """What the options of `logs` ask for."""
+    """Logs that the options of `logs` ask for."""
 
     stage: Role | None = None
-    """None: the current one, or the latest that has pods."""
+    """The stage; None: the current one, or the latest that has pods."""
     attempt: int | None = None
-    """None: the latest."""
+    """The attempt; None: the latest."""
     rank: int | None = None
-    """Of the gang; None: all."""
+    """Rank of the gang; None: all."""
     failed: bool = False
     """Only pods that ended without success."""
 

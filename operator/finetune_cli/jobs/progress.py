@@ -41,7 +41,7 @@ def current_stage(job: SeenJob) -> Condition | None:
 
 
 def stage_name(job: SeenJob) -> str:
-    """Name of that stage; empty if there is none."""
+    """Name of the current stage; empty if there is none."""
     stage = current_stage(job)
     return "" if stage is None else STAGE_NAMES[stage.type]
 
@@ -71,12 +71,12 @@ class Figures:
 
     @property
     def share(self) -> float:
-        """Of the steps that are done, 0 to 1."""
+        """Share of the steps that are done, 0 to 1."""
         return min(max(self.step / self.total, 0.0), 1.0)
 
 
 def figures(job: SeenJob) -> Figures | None:
-    """None before the first word on progress."""
+    """Figures of the training; None before the first report of progress."""
     found = job.status.progress
     if found is None or found.total_steps <= 0:
         return None
@@ -95,7 +95,7 @@ def figures(job: SeenJob) -> Figures | None:
 
 
 def seconds_left(job: SeenJob, now: datetime) -> float | None:
-    """Until the last step, at the pace since the first one, interruptions included; None while nothing trains or is due."""
+    """Seconds to the last step, at the pace since the first one, including interruptions; None while nothing trains or is due."""
     found = job.status.progress
     if found is None or state(job) != Reason.RUNNING or stage_name(job) != Role.TRAIN:
         return None
@@ -109,13 +109,13 @@ def seconds_left(job: SeenJob, now: datetime) -> float | None:
 
 
 def seconds_between(start: str, end: str, now: datetime) -> float | None:
-    """Between two times in a status, or until now if the second is not set; None without a first."""
+    """Seconds between two times in a status, or until now if the second is not set; None without a first."""
     begun, ended = moment(start), moment(end) or now
     return None if begun is None else max((ended - begun).total_seconds(), 0.0)
 
 
 def device_seconds(job: SeenJob, now: datetime) -> float:
-    """That its training pods held, from when all had a node."""
+    """Seconds of devices that the training pods held, from when all had a node."""
     return sum(
         (seconds_between(each.scheduled_time or each.start_time, each.end_time, now) or 0.0) * ranks_of(job, each)
         for each in job.attempts_of(Role.TRAIN)
@@ -124,7 +124,7 @@ def device_seconds(job: SeenJob, now: datetime) -> float:
 
 
 def ranks_of(job: SeenJob, attempt: Attempt) -> int:
-    """Of one attempt: an elastic gang has fewer at times, and never more, whatever somebody has written into its status."""
+    """Ranks of one attempt: an elastic gang has fewer at times, and never more, whatever is written into its status."""
     return job.num_ranks if attempt.ranks is None else min(max(attempt.ranks, 1), job.num_ranks)
 
 

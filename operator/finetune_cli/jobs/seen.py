@@ -33,7 +33,7 @@ class SeenJob:
     is_on_cpu: bool = False
     """Whether its profile names no GPU, as far as that was looked at."""
     context: str | None = None
-    """Of the kubeconfig, if the user named one; None: the current one."""
+    """Context of the kubeconfig that the user named; None: the current one."""
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class SeenJob:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """By which any command finds it."""
+        """Flags with which any command finds the job."""
         return place_flags(self.namespace, self.context)
 
     def command(self, verb: str, *more: str) -> str:
@@ -82,7 +82,7 @@ class SeenJob:
 
     @property
     def team(self) -> str:
-        """Who is charged for it."""
+        """The team that is charged for it."""
         return self.labels.get(LABEL_TEAM) or self.namespace
 
     @property
@@ -95,7 +95,7 @@ class SeenJob:
         return documents.text(self.spec, "profile") or DEFAULT_PROFILE
 
     def with_profile(self, profile: Mapping[str, Any] | None) -> SeenJob:
-        """With what its profile says of the devices; None: it was not seen."""
+        """The job with the devices that its profile names; None: the profile was not seen."""
         return replace(self, is_on_cpu=profile is not None and documents.value(profile, "spec", "gpu") is None)
 
     @property
@@ -105,7 +105,7 @@ class SeenJob:
 
     @property
     def phase(self) -> str:
-        """One word for where it is."""
+        """The phase of the job, in one word."""
         return str(job_phase(self.status.conditions) if self.status.conditions else NOT_SEEN)
 
     @property
@@ -149,7 +149,7 @@ def seen_job(document: Mapping[str, Any]) -> SeenJob:
 
 
 def _readable(key: str, found: object) -> object:
-    """As much of a field as can be read: of a list the elements that can."""
+    """The readable part of a field; for a list, its readable elements."""
     if _can_be_read(key, found):
         return found
     if not isinstance(found, list):
@@ -210,7 +210,7 @@ class SeenPod:
 
     @property
     def node(self) -> str:
-        """Where it runs; empty: it has no node yet."""
+        """The pod's node; empty: it has no node yet."""
         return documents.text(self.document, "spec", "nodeName")
 
     @property

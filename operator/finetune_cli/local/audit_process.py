@@ -1,4 +1,4 @@
-"""What the trainer's process for audits answers: the parts of a run, and what differs between two directories."""
+"""Answers of the trainer's process for audits: the parts of a run, and differences between two directories."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _PROGRAM = "finetune_trainer.roles.audit"
 
 @dataclass(frozen=True)
 class AuditedParts:
-    """What can be computed again and compared, and what speaks against it."""
+    """Parts of a run that can be computed again and compared, and findings against that."""
 
     findings: tuple[Finding, ...]
     steps: tuple[int, ...]
-    """Of valid checkpoints, in order."""
+    """Steps of valid checkpoints, in order."""
     world_size: int | None
     """Ranks that wrote the last of them."""
     best_step: int | None
     """The best checkpoint that the last one names."""
     exported_step: int | None
-    """Of the trained result; None: the run has none yet."""
+    """Step of the trained result; None: the run has none yet."""
     devices: tuple[str, ...]
 
     @property
@@ -47,7 +47,7 @@ class AuditedPlan:
     claims_root: Path
 
     def arguments(self) -> list[str]:
-        """For the process."""
+        """Arguments of the process."""
         return ["--plan", str(self.path), "--plan-sha256", self.sha256, "--claims-root", str(self.claims_root)]
 
 
@@ -66,13 +66,13 @@ def inspect_run(plan: AuditedPlan, interruption: Interruption) -> AuditedParts:
 
 
 def difference(what: str, expected: Path, found: Path, interruption: Interruption) -> str | None:
-    """What differs first. what: `checkpoints` or `results`. Raises LocalError."""
+    """The first difference. what: `checkpoints` or `results`. Raises LocalError."""
     said = _answer([what, "--expected", str(expected), "--found", str(found)], interruption)["difference"]
     return None if said is None else str(said)
 
 
 def merged_difference(plan: AuditedPlan, found: Path, interruption: Interruption) -> str | None:
-    """What differs first between the merged model of a run and one that was made again. Raises LocalError."""
+    """The first difference between the merged model of a run and one that was made again. Raises LocalError."""
     said = _answer(["merged", *plan.arguments(), "--found", str(found)], interruption)["difference"]
     return None if said is None else str(said)
 

@@ -16,7 +16,7 @@ from finetune_memory.verdict import MemoryVerdict, no_change_suffices
 
 
 def estimate_text(found: list[JobEstimate]) -> str:
-    """All jobs of a manifest."""
+    """The estimates of all jobs of a manifest."""
     return "\n".join(_job(each) for each in found)
 
 
@@ -95,7 +95,7 @@ def _difference(total: int, limit: int) -> str:
 
 
 def estimate_document(found: list[JobEstimate]) -> dict[str, Any]:
-    """All jobs of a manifest as plain data; numbers are bytes of one rank, or seconds."""
+    """The estimates as plain data; numbers are bytes of one rank, or seconds."""
     return {
         "jobs": [
             {

@@ -1,4 +1,4 @@
-"""What `finetune explain` prints of a rule, of another finding, of a field and of a word; and the same as plain data."""
+"""Output of `finetune explain` for rules, other findings, fields and words, as text and as plain data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from finetune_job.rules.rule import Rule
 from finetune_operator.decide.restart_policy import POLICY
 
 Explained = Rule | Entry | Transition | Word | FieldFacts
-"""What a word may stand for."""
+"""The things that a word may stand for."""
 _EFFECTS = {"error": "refuses the job", "warning": "warns", "either": "refuses some jobs, and warns of others"}
 _APPLIES_TO = {
     "ours": "",
@@ -30,7 +30,7 @@ _APPLIES_TO = {
 
 
 def explained_text(found: Sequence[Explained]) -> str:
-    """About each of them."""
+    """The text on each of them."""
     return "\n".join(_text(each) for each in found)
 
 
@@ -49,7 +49,7 @@ def _text(each: Explained) -> str:
 
 
 def explained_document(asked: str, found: Sequence[Explained]) -> dict[str, Any]:
-    """The same as plain data."""
+    """The explanations as plain data."""
     return {"word": asked, "meanings": [_document(each) for each in found]}
 
 
@@ -167,7 +167,7 @@ def _is_within(read: str, path: str) -> bool:
 
 
 def rule_text(rule: Rule) -> str:
-    """One rule, and how to see the failure that it speaks of."""
+    """A rule, and how to see the failure that it prevents."""
     effect = _EFFECTS[rule.severity]
     lines = [
         f"{rule.id}: {rule.title}",
@@ -198,7 +198,7 @@ def _gates(rule: Rule) -> list[str]:
 
 
 def transition_text(transition: Transition) -> str:
-    """What only the API server can refuse, because it knows the object before the change."""
+    """A change that only the API server can refuse, because it knows the object before the change."""
     return "\n".join(
         [
             f"{transition.rule}: {transition.title}",
@@ -244,7 +244,7 @@ def entry_text(entry: Entry) -> str:
 
 
 def word_text(word: Word) -> str:
-    """A word that is not a finding's id; of a failure class also what the operator does about it."""
+    """A word that is not a finding's id; for a failure class also what the operator does about it."""
     lines = [f"{word.text}: {word.kind}", labelled("means", word.meaning)]
     failure = _failure(word)
     if failure is not None:

@@ -129,7 +129,7 @@ def _attempt_row(attempt: Attempt, now: datetime) -> tuple[str, ...]:
 
 
 def _size(attempt: Attempt) -> str:
-    """Of an elastic gang."""
+    """Number of nodes of an elastic gang, in words."""
     return "" if attempt.nodes is None else f" on {attempt.nodes} node{'s' * (attempt.nodes != 1)}"
 
 
@@ -189,7 +189,7 @@ def status_document(
 
 
 def waited_text(name: str, job: SeenJob | None, wanted: ConditionType, code: ExitCode, seconds: float) -> str:
-    """How a wait ended, in a line."""
+    """The end of a wait, in a line."""
     if job is None:
         return f"{plain(name)}: the job was deleted\n"
     if code is ExitCode.DONE:

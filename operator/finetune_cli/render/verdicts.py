@@ -24,7 +24,7 @@ WIDTH = 100
 
 
 def report_text(report: Report) -> str:
-    """All verdicts; each names its file where there are several."""
+    """The text of all verdicts; each names its file if there are several."""
     has_several = len({verdict.file for verdict in report.verdicts}) > 1
     return "\n".join(_verdict(verdict, has_several) for verdict in report.verdicts) + "\n"
 
@@ -42,7 +42,7 @@ def _verdict(verdict: DocumentVerdict, names_file: bool) -> str:
 
 
 def finding_text(finding: Finding) -> str:
-    """One finding: field, value, reason, fix."""
+    """The text of a finding: field, value, reason, fix."""
     return "\n".join(
         [
             "",
@@ -57,7 +57,7 @@ def finding_text(finding: Finding) -> str:
 
 
 def choices_text(choices: Iterable[Choice]) -> str:
-    """What the plan chose."""
+    """The choices of the plan."""
     from finetune_job.rules.rule import format_value
 
     rows = [(choice.field.removeprefix("spec."), format_value(choice.value), choice.reason) for choice in choices]
@@ -66,7 +66,7 @@ def choices_text(choices: Iterable[Choice]) -> str:
 
 
 def fixes_text(files: Sequence[FixedFile]) -> str:
-    """What was changed, by rule."""
+    """The list of changes, by rule."""
     from finetune_job.rules.rule import changes_text
 
     lines = []
