@@ -21,7 +21,7 @@ class Output(StrEnum):
 
 
 @contextmanager
-def errors_told() -> Iterator[None]:
+def reported_errors() -> Iterator[None]:
     """Print an error of a command as one message, and end it with the error's exit code; Ctrl-C ends it silently."""
     try:
         yield

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_cli.answers import Output, errors_told, manifest_text, print_answer, signs_of_life, text_of
+from finetune_cli.answers import Output, manifest_text, print_answer, reported_errors, signs_of_life, text_of
 from finetune_cli.change_verbs import change_app
 from finetune_cli.cluster_verbs import (
     DEFAULT_CLAIMS,
@@ -187,7 +187,7 @@ def estimate(
 
     try:
         measured = None if calibration is None else read_calibration(text_of(str(calibration)))
-        found = estimate_command.estimate(
+        estimates = estimate_command.estimate(
             manifest_text(file, filename),
             profile=text_of(str(profile)) if profile is not None else None,
             claims=claims,
@@ -196,8 +196,8 @@ def estimate(
     except (CalibrationError, estimate_command.EstimateError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from error
-    print_answer(output, lambda: estimate_text(found), lambda: estimate_document(found))
-    raise typer.Exit(ExitCode.DONE if all(each.verdict.fits for each in found) else ExitCode.REFUSED)
+    print_answer(output, lambda: estimate_text(estimates), lambda: estimate_document(estimates))
+    raise typer.Exit(ExitCode.DONE if all(each.verdict.fits for each in estimates) else ExitCode.REFUSED)
 
 
 @app.command(rich_help_panel=Panel.LOOK)
@@ -224,7 +224,7 @@ def doctor(
     from finetune_cli.checks.cluster import exit_code
     from finetune_cli.commands.doctor import doctor_document, doctor_text, examine
 
-    with errors_told(), signs_of_life("looking at the cluster"):
+    with reported_errors(), signs_of_life("looking at the cluster"):
         facts, checks = examine(context=context, namespace=namespace, profile=profile, image=image, probe=probe, seconds=timeout)
     print_answer(output, lambda: doctor_text(checks), lambda: doctor_document(facts, checks))
     raise typer.Exit(exit_code(checks))
@@ -254,7 +254,7 @@ def data(
     from finetune_cli.render.data import look_document, look_text
     from finetune_cli.render.verdicts import report_text
 
-    with errors_told():
+    with reported_errors():
         seen = look_at(manifest_text(file, filename), claims, parse_claims(claim or []), shown=records, limit=first)
     if isinstance(seen, Report):
         typer.echo(report_text(seen), nl=False)
@@ -295,22 +295,22 @@ def explain(
     if word is None:
         print_answer(output, explanations.overview_text, explanations.overview_document)
         return
-    found = find(word)
-    if not found:
+    meanings = find(word)
+    if not meanings:
         near = nearest(word)
         suggestion = f"; did you mean {', '.join(near)}?" if near else "; `finetune explain` lists all findings"
         typer.echo(f"unknown term: {word}{suggestion}", err=True)
         raise typer.Exit(ExitCode.UNUSABLE)
-    print_answer(output, lambda: explanations.explained_text(found), lambda: explanations.explained_document(word, found))
+    print_answer(output, lambda: explanations.explained_text(meanings), lambda: explanations.explained_document(word, meanings))
 
 
 def _judged(report: Report, records: FirstRecords | None, show: Callable[[Report], None]) -> Report:
     """show: for what the rules alone say, if claims are wrongly given, which ends the command."""
     if records is None:
         return report
-    with errors_told():
+    with reported_errors():
         try:
-            return records.judged(report, lambda said: typer.echo(said, err=True))
+            return records.judged(report, lambda message: typer.echo(message, err=True))
         except LocalError:
             show(report)
             raise

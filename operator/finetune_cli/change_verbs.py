@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life, text_of
+from finetune_cli.answers import Output, print_answer, reported_errors, signs_of_life, text_of
 from finetune_cli.cluster_verbs import ClaimPaths, Context, Form, JobName, Namespace, first_records
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.panels import Panel
@@ -50,7 +50,7 @@ def submit(
     from finetune_cli.commands.change_jobs import submit as submit_jobs
     from finetune_cli.render.verdicts import report_document, report_text
 
-    with errors_told():
+    with reported_errors():
         report, made = submit_jobs(Cluster(context, namespace), text_of(file), file, namespace, is_watched=watch)
         if not made:
             print_answer(output, lambda: report_text(report), lambda: report_document(report))
@@ -74,7 +74,7 @@ def _watched(change: Change, context: str | None, output: Output) -> ExitCode:
     from finetune_job.reasons import ConditionType
 
     status(name=change.job.name, namespace=change.job.namespace, watch=True, context=context, output=output)
-    with errors_told():
+    with reported_errors():
         ended = Cluster(context, change.job.namespace).job(change.job.name)
     code = outcome(ended, ConditionType.FINISHED)
     return ExitCode.FAILED if code is None else code
@@ -89,7 +89,7 @@ def suspend(*, name: JobName, namespace: Namespace = None, context: Context = No
     from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.change_jobs import set_suspended
 
-    with errors_told():
+    with reported_errors():
         _print(set_suspended(Cluster(context, namespace), name, suspended=True), output)
 
 
@@ -102,7 +102,7 @@ def resume(*, name: JobName, namespace: Namespace = None, context: Context = Non
     from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.change_jobs import set_suspended
 
-    with errors_told():
+    with reported_errors():
         _print(set_suspended(Cluster(context, namespace), name, suspended=False), output)
 
 
@@ -127,7 +127,7 @@ def cancel(
 
     if not yes and _is_terminal() and not typer.confirm(f"End {name} for good?", err=True):
         raise typer.Exit(ExitCode.INTERRUPTED)
-    with errors_told():
+    with reported_errors():
         _print(cancel_job(Cluster(context, namespace), name), output)
 
 
@@ -145,7 +145,7 @@ def retry(
     from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.change_jobs import retry as retry_job
 
-    with errors_told():
+    with reported_errors():
         _print(retry_job(Cluster(context, namespace), name, new_name), output)
 
 
@@ -177,7 +177,7 @@ def fork(
     from finetune_cli.jobs.next_manifest import parse_change
     from finetune_cli.render.verdicts import report_text
 
-    with errors_told():
+    with reported_errors():
         parsed = [parse_change(each) for each in changes or []]
         text, report = fork_job(Cluster(context, namespace), name, new_name, parsed, start)
     typer.echo(text, nl=False)
@@ -213,11 +213,11 @@ def download(
     def tell(line: str) -> None:
         typer.echo(line, err=True)
 
-    with errors_told(), signs_of_life("copying the results"), Interruption(stopping="the pod is deleted") as interruption:
+    with reported_errors(), signs_of_life("copying the results"), Interruption(stopping="the pod is deleted") as interruption:
         seconds = int(parse_duration(timeout, "--timeout"))
         listener = Listener(tell, lambda: interruption.requested)
-        found = download_results(Cluster(context, namespace), name, directory, seconds, listener)
-    print_answer(output, found.text, found.document)
+        downloaded = download_results(Cluster(context, namespace), name, directory, seconds, listener)
+    print_answer(output, downloaded.text, downloaded.document)
 
 
 @change_app.command(rich_help_panel=Panel.TRAIN)
@@ -274,12 +274,12 @@ def init(
         record_format and record_format.value,
     )
     records = first_records(claims, claim)
-    with errors_told():
+    with reported_errors():
         answers = ask(given, records, is_terminal=_is_terminal())
         text, report = manifest_text(answers)
         if report.exit_code is ExitCode.DONE and records is not None:
-            text, report, told = made_for(text, records)
-            typer.echo("".join(f"{line}\n" for line in told), nl=False, err=True)
+            text, report, messages = made_for(text, records)
+            typer.echo("".join(f"{line}\n" for line in messages), nl=False, err=True)
         if report.exit_code is not ExitCode.DONE:
             typer.echo(report_text(report), nl=False, err=True)
             raise typer.Exit(ExitCode.REFUSED)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_cli.answers import Output, errors_told, print_answer
+from finetune_cli.answers import Output, print_answer, reported_errors
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.panels import Panel
 from finetune_job.names import Role
@@ -50,7 +50,7 @@ def first_records(claims: Path | None, claim: list[str] | None) -> FirstRecords 
     from finetune_cli.commands.data import FirstRecords
     from finetune_cli.local.claims import parse_claims
 
-    with errors_told():
+    with reported_errors():
         return FirstRecords(places, parse_claims(claim or []), is_given=claims is not None or claim is not None)
 
 
@@ -78,7 +78,7 @@ def list_jobs(
     from finetune_cli.commands.follow import repeatedly
     from finetune_cli.commands.inspect_jobs import list_changes
 
-    with errors_told():
+    with reported_errors():
         cluster = _cluster(context, namespace)
         place = "all namespaces" if everywhere else f"the namespace {cluster.namespace}"
         before: dict[str, str] | None = None
@@ -122,7 +122,7 @@ def status(
     from finetune_cli.commands.inspect_jobs import status_answer
     from finetune_cli.commands.workspace import read_run
 
-    with errors_told():
+    with reported_errors():
         cluster = _cluster(context, namespace)
         stored = read_run(cluster, cluster.job(name)) if curve or checkpoints else None
         if stored is not None and stored.is_cut:
@@ -143,7 +143,7 @@ def local_runs(claims: Path | None, output: Output, name: str | None = None, nam
     from finetune_cli.render.known_runs import runs_document, runs_text
 
     place = claims or DEFAULT_CLAIMS
-    with errors_told():
+    with reported_errors():
         runs = known_runs(place) if name is None else named_runs(place, name, namespace)
         print_answer(output, lambda: runs_text(runs, place), lambda: runs_document(runs))
 
@@ -174,7 +174,7 @@ def logs(
     from finetune_cli.jobs.durations import parse_duration
     from finetune_cli.jobs.pod_logs import LogRequest
 
-    with errors_told():
+    with reported_errors():
         seconds = None if since is None else int(parse_duration(since, "--since"))
         request = LogRequest(stage, attempt, rank, failed)
         if local or claims is not None:
@@ -198,8 +198,8 @@ def _local_logs(
         raise LocalError("--since: the logs of a run on this machine have no times; use --tail")
     run, *others = named_runs(claims, name, namespace)
     if others:
-        found = ", ".join(sorted(each.plan.job.namespace for each in (run, *others)))
-        raise LocalError(f"{name}: there is a run of that name in several namespaces ({found}); choose one with --namespace")
+        namespaces = ", ".join(sorted(each.plan.job.namespace for each in (run, *others)))
+        raise LocalError(f"{name}: there is a run of that name in several namespaces ({namespaces}); choose one with --namespace")
     for line in local_log_lines(run, request, tail=tail, follow=follow):
         typer.echo(line)
 
@@ -227,7 +227,7 @@ def wait(
     from finetune_cli.jobs.durations import parse_duration
     from finetune_cli.render.job_status import status_document, waited_text
 
-    with errors_told():
+    with reported_errors():
         wanted, seconds = wanted_condition(condition), parse_duration(timeout, "--timeout")
         code, job = wait_for(_cluster(context, namespace), name, wanted, seconds, _say)
         now = utc_now()
@@ -257,16 +257,16 @@ def cost(
     from finetune_cli.commands.cost import bill, bill_document, bill_text
     from finetune_cli.commands.inspect_jobs import utc_now
 
-    with errors_told():
-        found = bill(_cluster(context, namespace), by, utc_now(), everywhere=everywhere)
-    print_answer(output, lambda: bill_text(found), lambda: bill_document(found))
+    with reported_errors():
+        account = bill(_cluster(context, namespace), by, utc_now(), everywhere=everywhere)
+    print_answer(output, lambda: bill_text(account), lambda: bill_document(account))
 
 
 def explain_job(name: str, context: str | None, namespace: str | None, output: Output) -> ExitCode:
     """Print what is wrong with a job."""
     from finetune_cli.commands.diagnose_job import examine
 
-    with errors_told():
+    with reported_errors():
         answer = examine(_cluster(context, namespace), name)
     print_answer(output, answer.text, answer.document)
     return ExitCode.DONE

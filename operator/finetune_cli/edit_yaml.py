@@ -131,10 +131,10 @@ def _dumped(root: Any, layout: str) -> str:
 
 def _reads_as(text: str, contents: Mapping[int, Any]) -> bool:
     try:
-        found = {document.number: document.content for document in read_documents(text)}
+        read = {document.number: document.content for document in read_documents(text)}
     except DocumentError:
         return False
-    return json.dumps(found, sort_keys=True) == json.dumps(contents, sort_keys=True)
+    return json.dumps(read, sort_keys=True) == json.dumps(contents, sort_keys=True)
 
 
 def _change(node: Any, before: Any, after: Any) -> None:
@@ -203,8 +203,8 @@ def _remove(node: CommentedMap, key: str) -> None:
 
 
 def _token(node: Any, key: Any) -> Any:
-    found = node.ca.items.get(key)
-    return None if found is None else found[0 if isinstance(node, CommentedSeq) else 2]
+    comments = node.ca.items.get(key)
+    return None if comments is None else comments[0 if isinstance(node, CommentedSeq) else 2]
 
 
 def _last_entry(node: Any, key: Any) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life, text_of
+from finetune_cli.answers import Output, print_answer, reported_errors, signs_of_life, text_of
 from finetune_cli.cluster_verbs import DEFAULT_CLAIMS, ClaimPaths, Claims, Context, Local
 from finetune_cli.exit_codes import LocalError
 from finetune_cli.panels import Panel
@@ -59,7 +59,7 @@ def run(
     from finetune_cli.commands.run import Options, run_document, run_job, run_text
     from finetune_cli.local.claims import parse_claims
 
-    with errors_told():
+    with reported_errors():
         options = Options(
             claims=claims, claim_paths=parse_claims(claim or []), output_directory=output_dir, fresh=fresh, ranks=ranks
         )
@@ -84,10 +84,10 @@ def attach(
     from finetune_cli.local.known_runs import find_run
     from finetune_cli.render.run import LiveView
 
-    with errors_told():
-        found = find_run(claims, name, namespace)
+    with reported_errors():
+        run_directory = find_run(claims, name, namespace)
         with LiveView(Console(highlight=False), name) as view:
-            follow(found, view)
+            follow(run_directory, view)
 
 
 @local_app.command(rich_help_panel=Panel.CHANGE)
@@ -106,7 +106,7 @@ def stop(
     from finetune_cli.local.known_runs import find_run
     from finetune_cli.local.known_runs import stop as stop_run
 
-    with errors_told(), signs_of_life(f"waiting for {namespace}/{name} to save its state and end"):
+    with reported_errors(), signs_of_life(f"waiting for {namespace}/{name} to save its state and end"):
         stop_run(find_run(claims, name, namespace), timeout)
 
 
@@ -128,7 +128,7 @@ def rehearse(
     from finetune_cli.commands.run import Options
     from finetune_cli.local.claims import parse_claims
 
-    with errors_told():
+    with reported_errors():
         options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=None, fresh=False)
         code = rehearse_job(text_of(file), options, timeout)
     raise typer.Exit(code)
@@ -186,7 +186,7 @@ def merge(
         MergeBase(base_form),
         quantization,
     )
-    with errors_told():
+    with reported_errors():
         end = merge_order(order, Console(highlight=False, stderr=form is not Output.TEXT))
     print_answer(form, lambda: merge_text(end, order), lambda: merge_document(end))
     raise typer.Exit(end.exit_code)
@@ -236,7 +236,7 @@ def audit(
     from finetune_cli.local.claims import parse_claims
     from finetune_cli.render.audit import audit_document, audit_text
 
-    with errors_told():
+    with reported_errors():
         order = AuditOrder(run, claims, namespace, parse_claims(claim or []), ranks, scratch)
         end = audit_run(order, intervals, seed, Console(highlight=False, stderr=output is not Output.TEXT))
     print_answer(output, lambda: audit_text(end), lambda: audit_document(end))
@@ -301,7 +301,7 @@ def reproduce(
     of_cluster = {"--wait": wait, "--nodes": nodes is not None, "--name": new_name is not None, "--context": context is not None}
     here, there = ([name for name, is_given in each.items() if is_given] for each in (of_machine, of_cluster))
     end: Change | AuditEnd
-    with errors_told():
+    with reported_errors():
         if here and there:
             raise LocalError(f"{there[0]}: is for a job of a cluster, and {here[0]} is for a run of this machine; leave one out")
         if here:
@@ -317,8 +317,8 @@ def reproduce(
             from finetune_cli.cluster.objects import Cluster
             from finetune_cli.commands.reproduce_job import ReproductionOrder, reproduce_job
 
-            def tell(said: str) -> None:
-                typer.echo(said.rstrip(), err=output is not Output.TEXT)
+            def tell(message: str) -> None:
+                typer.echo(message.rstrip(), err=output is not Output.TEXT)
 
             end = reproduce_job(Cluster(context, namespace), ReproductionOrder(job, new_name, nodes, waits=wait), tell)
     if isinstance(end, AuditEnd):

@@ -55,7 +55,7 @@ def _unknown_metadata(content: Any) -> list[Finding]:
     metadata = content.get("metadata") if isinstance(content, dict) else None
     if not isinstance(metadata, dict):
         return []
-    found = []
+    findings = []
     for name in metadata:
         if name not in _METADATA:
             from finetune_cli.corrections.wrong_field import nearest, value_text
@@ -64,7 +64,7 @@ def _unknown_metadata(content: Any) -> list[Finding]:
             fix = f"write {near[0]}" if near else f"remove metadata.{name}, or make it a label or an annotation"
             changes = {f"metadata.{name}": None, **({f"metadata.{near[0]}": metadata[name]} if near else {})}
             has_path = "." not in name
-            found.append(
+            findings.append(
                 make_finding(
                     INVALID_FIELD,
                     field=f"metadata.{name}",
@@ -75,7 +75,7 @@ def _unknown_metadata(content: Any) -> list[Finding]:
                     is_proposal=near is None or not near[1],
                 )
             )
-    return found
+    return findings
 
 
 def _parse(model: type[M], content: Any) -> M | list[Finding]:

@@ -112,20 +112,20 @@ def _estimate_job(verdict: DocumentVerdict, options: EstimateOptions, claims: Pa
         files = read_model(options.model if options.model is not None else _model_on_claim(job.spec.model.source, claims))
         limit = _limit(plan, options)
         shape = model_shape(plan, files)
-        found = judge_memory(plan, shape, files.stored, limit)
+        memory = judge_memory(plan, shape, files.stored, limit)
         pace, problem = None, ""
         try:
             product, calibration = _device(plan, options)
-            pace = calculated_pace(found.plan, shape, files.stored, product, calibration)
+            pace = calculated_pace(memory.plan, shape, files.stored, product, calibration)
         except UnknownPaceError as error:
             problem = str(error)
-        steps = run_steps(found.plan, options.tokens)
+        steps = run_steps(memory.plan, options.tokens)
         return JobEstimate(
             verdict.name,
             plan,
-            found,
+            memory,
             device_text(plan, options.gpu or (None if options.gpu_memory is None else "GPU")),
-            _precision(found.plan, files.stored),
+            _precision(memory.plan, files.stored),
             pace,
             problem,
             run_seconds=None if pace is None or steps is None else steps * pace.step_seconds,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from finetune_cli.cluster.client import ClusterClient, RequestError
-from finetune_cli.cluster.errors import ClusterError, told
+from finetune_cli.cluster.errors import ClusterError, cluster_error
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.jobs import documents
 from finetune_cli.jobs.plain import plain
@@ -59,7 +59,7 @@ class Cluster:
         except RequestError as error:
             if error.status == 404 and error.details.get("name"):
                 raise self._no_job(name) from error
-            raise told(error, "GET", path, self.client.server) from error
+            raise cluster_error(error, "GET", path, self.client.server) from error
 
     def seen(self, document: Mapping[str, Any]) -> SeenJob:
         """A job of this cluster."""
@@ -102,7 +102,7 @@ class Cluster:
         except RequestError as error:
             if error.status == 404 and error.details.get("name"):
                 return None
-            raise told(error, "GET", path, self.client.server) from error
+            raise cluster_error(error, "GET", path, self.client.server) from error
 
     def list(self, version: str, plural: str, namespace: str, selector: str = "") -> list[Mapping[str, Any]]:
         """Objects of a namespace, or (empty) of all or of the cluster. Raises ClusterError."""
@@ -126,14 +126,14 @@ class Cluster:
         try:
             return self.client.request(method, path, body, query, content_type)
         except RequestError as error:
-            raise told(error, method, path, self.client.server) from error
+            raise cluster_error(error, method, path, self.client.server) from error
 
     def lines(self, path: str, query: Mapping[str, str], silence_seconds: float | None) -> Iterator[str]:
         """Lines of a log. Raises ClusterError."""
         try:
             yield from self.client.lines(path, query, silence_seconds)
         except RequestError as error:
-            raise told(error, "GET", path, self.client.server) from error
+            raise cluster_error(error, "GET", path, self.client.server) from error
 
     def _list(self, path: str, query: Mapping[str, str]) -> Iterator[Mapping[str, Any]]:
         more = ""
@@ -141,7 +141,7 @@ class Cluster:
             try:
                 answer = self.client.request("GET", path, query={**query, "limit": _PAGE, **({"continue": more} if more else {})})
             except RequestError as error:
-                raise told(error, "GET", path, self.client.server) from error
+                raise cluster_error(error, "GET", path, self.client.server) from error
             yield from documents.elements(answer, "items")
             more = documents.text(answer, "metadata", "continue")
             if not more:

@@ -95,14 +95,14 @@ class WorkspaceAccess:
 
 def workspace_of(cluster: Cluster, job: SeenJob) -> WorkspaceAccess:
     """Find the place of a job's files in its frozen plan. Raises ClusterError."""
-    found = cluster.get("v1", "configmaps", plan_configmap_name(job.name), job.namespace)
-    if found is None:
+    config_map = cluster.get("v1", "configmaps", plan_configmap_name(job.name), job.namespace)
+    if config_map is None:
         raise ClusterError(
             f"{job.title}: its plan (ConfigMap {plan_configmap_name(job.name)}) is gone or was never made, so where its "
             "files are is not known; look on the claim that spec.workspace names"
         )
     try:
-        plan = read_launch_plan(documents.text(found, "data", PLAN_KEY))
+        plan = read_launch_plan(documents.text(config_map, "data", PLAN_KEY))
     except ValidationError as error:
         raise ClusterError(f"{job.title}: its plan is not one that this release of `finetune` can read") from error
     if plan.placement is None:
@@ -188,12 +188,12 @@ def _printed(cluster: Cluster, path: str, job: SeenJob) -> Iterator[Mapping[str,
     has_end = False
     for line in cluster.lines(f"{path}/log", {}, 30.0):
         try:
-            found = json.loads(line)
+            entry = json.loads(line)
         except ValueError:
             continue
-        if isinstance(found, dict):
-            has_end = has_end or found.get("end") is True
-            yield found
+        if isinstance(entry, dict):
+            has_end = has_end or entry.get("end") is True
+            yield entry
     if not has_end:
         raise ClusterError(f"{job.title}: the pod that reads its workspace ended early; what came before is all there is")
 
@@ -217,8 +217,8 @@ def _wait_for(cluster: Cluster, name: str, namespace: str, phase: str, pause: Ca
         if pod.phase == phase:
             return
         if pod.phase in ("Failed", "Succeeded") or waited > SECONDS:
-            said = [f"{one.reason}: {one.message}" for one in pod.containers if one.reason]
-            why = said[0] if said else documents.text(document, "status", "message") or pod.phase
+            reasons = [f"{one.reason}: {one.message}" for one in pod.containers if one.reason]
+            why = reasons[0] if reasons else documents.text(document, "status", "message") or pod.phase
             raise ClusterError(f"the pod {name}, which was to read the claim, did not do so ({plain(why, 300)})")
         pause(_POLL_SECONDS)
         waited += _POLL_SECONDS

@@ -156,12 +156,12 @@ def set_suspended(cluster: Cluster, name: str, *, suspended: bool) -> Change:
     job = _living(cluster.job(name), "suspended" if suspended else "resumed")
     if _run(job).get("suspend", False) is suspended:
         return Change(job, "is suspended already" if suspended else "is not suspended", changed=False)
-    told = (
+    message = (
         f"suspended: its pods end, its checkpoint stays; `{job.command('resume')}` continues from there"
         if suspended
         else "resumed: it continues from its latest checkpoint"
     )
-    return Change(_patched(cluster, name, {"suspend": suspended}), told)
+    return Change(_patched(cluster, name, {"suspend": suspended}), message)
 
 
 def cancel(cluster: Cluster, name: str) -> Change:
@@ -170,8 +170,8 @@ def cancel(cluster: Cluster, name: str) -> Change:
     if _run(job).get("cancel") is True:
         return Change(job, "is cancelled already", changed=False)
     _living(job, "cancelled")
-    told = f"cancelled: its pods end, what is on its claims stays; `{job.command('fork')}` makes a manifest from it"
-    return Change(_patched(cluster, name, {"cancel": True}), told)
+    message = f"cancelled: its pods end, what is on its claims stays; `{job.command('fork')}` makes a manifest from it"
+    return Change(_patched(cluster, name, {"cancel": True}), message)
 
 
 def retry(cluster: Cluster, name: str, new_name: str | None) -> Change:

@@ -32,8 +32,8 @@ def examine(cluster: Cluster, name: str) -> CommandAnswer:
     profile = unless_refused(lambda: cluster.get(API_VERSION, PROFILE_PLURAL, job.profile, "")) if _asks_profile(job) else None
     unseen += [f"its profile: {profile.reason}"] if isinstance(profile, Unseen) else []
     seen_profile = profile if isinstance(profile, dict) else None
-    found = diagnose(job.with_profile(seen_profile), utc_now(), seen_pods, seen_events, _fixes(job, seen_profile))
-    return CommandAnswer(lambda: diagnosis_text(job, found, unseen), lambda: diagnosis_document(job, found, unseen))
+    diagnosis = diagnose(job.with_profile(seen_profile), utc_now(), seen_pods, seen_events, _fixes(job, seen_profile))
+    return CommandAnswer(lambda: diagnosis_text(job, diagnosis, unseen), lambda: diagnosis_document(job, diagnosis, unseen))
 
 
 def _is_refused(job: SeenJob) -> bool:

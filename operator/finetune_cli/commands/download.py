@@ -109,22 +109,22 @@ def parse_list(text: str) -> dict[str, str]:
     """Name -> SHA-256. Raises ClusterError for a line of another form, for a name that leads out of the directory, and for one
     under which the list itself or a part of another file is kept.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for line in text.splitlines():
         match = _LINE.fullmatch(line)
         name = match["name"] if match is not None else ""
         path = PurePosixPath(name)
         if match is None or name.startswith("/") or not path.name or ".." in path.parts or not name.isprintable():
             raise ClusterError(f"{LIST_NAME}: {plain(line, 120)!r} names no file of the results; something else has written it")
-        found[name] = match["sha256"]
+        digests[name] = match["sha256"]
     # Of names that differ, the paths may be the same: a//b, ./a/b.
-    written = Counter([PurePosixPath(LIST_NAME), *map(PurePosixPath, found)])
+    written = Counter([PurePosixPath(LIST_NAME), *map(PurePosixPath, digests)])
     parts = {path.with_name(f"{path.name}{_PARTIAL}") for path in written}
-    for name in found:
+    for name in digests:
         path = PurePosixPath(name)
         if path in parts or written[path] > 1:
             raise ClusterError(f"{LIST_NAME}: {plain(name, 120)!r} takes another file's place; something else has written it")
-    return found
+    return digests
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

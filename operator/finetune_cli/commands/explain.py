@@ -34,12 +34,12 @@ def explain(asked: str) -> list[Explained]:
     """
     role, slash, rest = asked.strip().partition("/")
     word = rest if slash and role in set(Role) else asked.strip()
-    found = [*_findings(_as_id(word)), *(each for each in _words() if each.text.casefold() in (word.casefold(), _as_id(word)))]
+    meanings = [*_findings(_as_id(word)), *(each for each in _words() if each.text.casefold() in (word.casefold(), _as_id(word)))]
     # Of all words only checks have the names of fields; words of the status are told as such.
-    if not all(isinstance(each, Word) and each.kind == _CHECK for each in found):
-        return [*found, *_values(word, "spec.")]
+    if not all(isinstance(each, Word) and each.kind == _CHECK for each in meanings):
+        return [*meanings, *_values(word, "spec.")]
     fields = _fields(word)
-    return [*found, *fields, *_values(word), *([] if found or fields else _of_another_tool(word))]
+    return [*meanings, *fields, *_values(word), *([] if meanings or fields else _of_another_tool(word))]
 
 
 def nearest(asked: str) -> list[str]:
@@ -48,17 +48,17 @@ def nearest(asked: str) -> list[str]:
     ids = [*(rule.id for rule in RULES), *(entry.id for entry in ENTRIES), *(each.rule for each in TRANSITIONS)]
     known = {text.casefold(): text for text in [*ids, *(each.text for each in _words())] if not text.isdigit()}
     known = fields if "." in asked else fields | known
-    found = [
+    candidates = [
         near
         for form in (_as_id(asked), _path(asked), _path(asked).rpartition(".")[2])
         for near in difflib.get_close_matches(form, known, n=MAX_SUGGESTIONS)
     ]
-    return list(dict.fromkeys(known[near] for near in found))[:MAX_SUGGESTIONS]
+    return list(dict.fromkeys(known[near] for near in candidates))[:MAX_SUGGESTIONS]
 
 
 def _findings(identifier: str) -> list[Explained]:
-    found: list[Explained | None] = [rule_by_id(identifier), entry_by_id(identifier)]
-    return [each for each in (*found, *(each for each in TRANSITIONS if each.rule == identifier)) if each is not None]
+    entries: list[Explained | None] = [rule_by_id(identifier), entry_by_id(identifier)]
+    return [each for each in (*entries, *(each for each in TRANSITIONS if each.rule == identifier)) if each is not None]
 
 
 def _words() -> tuple[Word, ...]:
@@ -92,8 +92,8 @@ def _values(asked: str, part: str = "") -> list[Word]:
 
 
 def _of_another_tool(asked: str) -> list[Word]:
-    said = answer_without_value(asked)
-    return [Word(asked, "setting of other tools", said)] if said else []
+    meaning = answer_without_value(asked)
+    return [Word(asked, "setting of other tools", meaning)] if meaning else []
 
 
 def _forms(field: FieldFacts) -> tuple[str, str]:

@@ -136,8 +136,8 @@ def made_for(text: str, records: FirstRecords) -> tuple[str, Report, list[str]]:
     words. Raises LocalError.
     """
     (fixed,) = fix([(_NAME, text)], records=records.findings)
-    told = [f"the first records need {changes_text(finding.changes)}" for _, finding in fixed.made]
-    return fixed.text, records.judged(validate_files([(_NAME, fixed.text)]), told.append), told
+    messages = [f"the first records need {changes_text(finding.changes)}" for _, finding in fixed.made]
+    return fixed.text, records.judged(validate_files([(_NAME, fixed.text)]), messages.append), messages
 
 
 def _name(model: str) -> str:

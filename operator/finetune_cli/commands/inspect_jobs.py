@@ -53,9 +53,9 @@ def status_answer(
     from finetune_cli.jobs.diagnosis import diagnose
     from finetune_cli.render.job_status import status_document, status_text
 
-    found, now = figures(job), utc_now()
-    if is_watched and found is not None and found.loss is not None:
-        losses.append(found.loss)
+    progress, now = figures(job), utc_now()
+    if is_watched and progress is not None and progress.loss is not None:
+        losses.append(progress.loss)
     diagnosis = diagnose(job, now)
     return CommandAnswer(
         lambda: status_text(job, diagnosis, now, losses, checkpoints),

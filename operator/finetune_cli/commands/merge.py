@@ -137,8 +137,8 @@ def merge_text(end: MergeEnd, order: MergeOrder) -> str:
     if report.get("left_out"):
         rows.append(("left out", f"{', '.join(map(str, report['left_out']))}: next to the base, and no part of it by its index"))
     rows += _figures(report)
-    said = [*(f"  {line}" for line in end.said.splitlines()), ""] if end.said else []
-    return "\n".join(["", _HEADS[end.exit_code], *said, *row_lines(rows), ""])
+    message = [*(f"  {line}" for line in end.said.splitlines()), ""] if end.said else []
+    return "\n".join(["", _HEADS[end.exit_code], *message, *row_lines(rows), ""])
 
 
 def merge_document(end: MergeEnd) -> dict[str, Any]:

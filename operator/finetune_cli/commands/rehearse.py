@@ -89,15 +89,15 @@ class _RehearsalPrinter:
         self._print(f"{self._job}: looking at the model, then trying the job on a scaled-down one (output: {log})")
         self._signs.doing("looking at the model")
 
-    def take(self, said: Mapping[str, Any]) -> None:
-        if "finding" in said:
-            self._print(finding_text(Finding.model_validate(said["finding"])))
-        elif "stage" in said:
-            self._print(stage_text(said["stage"]))
+    def take(self, line: Mapping[str, Any]) -> None:
+        if "finding" in line:
+            self._print(finding_text(Finding.model_validate(line["finding"])))
+        elif "stage" in line:
+            self._print(stage_text(line["stage"]))
             self._signs.doing("rehearsing")
-            self._signs.detail(f"the last stage that has ended is {said['stage']['stage']}")
-        elif "report" in said:
-            report = said["report"]
+            self._signs.detail(f"the last stage that has ended is {line['stage']['stage']}")
+        elif "report" in line:
+            report = line["report"]
             for finding in report["findings"]:
                 self._print(finding_text(Finding.model_validate(finding)))
             self._print(rehearsal_text(self._job, report))

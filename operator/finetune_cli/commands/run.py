@@ -115,10 +115,10 @@ def _refused_at_once(plan: RunPlan, directories: Mapping[str, Path], console: Co
     Return the findings; empty if none of them refuses the job. Raises LocalError.
     """
     seen = look(plan, directories, limit=FIRST_JUDGED, checks_model=True, checks_places=True)
-    told = [finding for finding in seen.findings if seen.is_refused or finding.rule in NOT_OF_PREFLIGHT]
-    for finding in told:
+    findings = [finding for finding in seen.findings if seen.is_refused or finding.rule in NOT_OF_PREFLIGHT]
+    for finding in findings:
         console.print(finding_text(finding), markup=False, soft_wrap=True)
-    return told if seen.is_refused else []
+    return findings if seen.is_refused else []
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,11 @@ def diagnose(
 
     `fixes`: of the rules' findings, as a patch.
     """
-    found = _of_status(job, now, fixes)
-    if not found.reason:
-        return found
-    evidence = [*found.evidence, *_pod_evidence(pods), *_event_evidence(events)]
-    return replace(found, evidence=tuple(dict.fromkeys(evidence))[:_MOST_EVIDENCE])
+    diagnosis = _of_status(job, now, fixes)
+    if not diagnosis.reason:
+        return diagnosis
+    evidence = [*diagnosis.evidence, *_pod_evidence(pods), *_event_evidence(events)]
+    return replace(diagnosis, evidence=tuple(dict.fromkeys(evidence))[:_MOST_EVIDENCE])
 
 
 def _of_status(job: SeenJob, now: datetime, fixes: Patch | None) -> Diagnosis:
@@ -90,11 +90,11 @@ def _of_status(job: SeenJob, now: datetime, fixes: Patch | None) -> Diagnosis:
 
 
 def _failed(job: SeenJob) -> Diagnosis:
-    said = find_condition(job.status.conditions, ConditionType.SUCCEEDED)
-    reason = said.reason if said is not None else Reason.FAILED
+    condition = find_condition(job.status.conditions, ConditionType.SUCCEEDED)
+    reason = condition.reason if condition is not None else Reason.FAILED
     attempt = last_failure(job)
     if attempt is None or attempt.failure is None:
-        message = said.message if said is not None else ""
+        message = condition.message if condition is not None else ""
         return Diagnosis(
             f"{_meaning(reason)} {message}".strip(), reason, advice=(_STAYS_FAILED,), commands=(_new_job(job, None),)
         )

@@ -25,8 +25,8 @@ _KEPT_METADATA = ("labels",)
 
 def next_name(name: str, taken: Collection[str]) -> str:
     """`tune-2` after `tune`, `tune-3` after `tune-2`: the first that is not taken, of at most `MAX_JOB_NAME` characters."""
-    found = _NUMBERED.fullmatch(name)
-    stem, number = (found["stem"], int(found["number"])) if found is not None else (name, 1)
+    match = _NUMBERED.fullmatch(name)
+    stem, number = (match["stem"], int(match["number"])) if match is not None else (name, 1)
     while True:
         number += 1
         candidate = f"{stem[: MAX_JOB_NAME - len(str(number)) - 1].rstrip('-.')}-{number}"

@@ -132,9 +132,9 @@ def _less_disk(job: SeenJob, role: str) -> Patch | None:
 
 def _effective(job: SeenJob, setting: str, part: str = "training") -> object:
     """A setting of a part of the spec as the manifest or, if it leaves it open, the plan has it."""
-    found = documents.value(job.spec, part, setting)
-    if found is not None or job.status.plan is None:
-        return found
+    written = documents.value(job.spec, part, setting)
+    if written is not None or job.status.plan is None:
+        return written
     for choice in job.status.plan.choices:
         if choice.field == f"spec.{part}.{setting}":
             try:

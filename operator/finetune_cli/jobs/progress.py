@@ -36,8 +36,8 @@ _NOT_BEGUN = (Reason.PENDING, Reason.NOT_OBSERVED)
 
 def current_stage(job: SeenJob) -> Condition | None:
     """The first stage that is not done; None if all are, or nothing is known."""
-    found = (find_condition(job.status.conditions, kind) for kind in STAGES)
-    return next((each for each in found if each is not None and each.status != "True"), None)
+    conditions = (find_condition(job.status.conditions, kind) for kind in STAGES)
+    return next((each for each in conditions if each is not None and each.status != "True"), None)
 
 
 def stage_name(job: SeenJob) -> str:
@@ -77,33 +77,33 @@ class Figures:
 
 def figures(job: SeenJob) -> Figures | None:
     """Figures of the training; None before the first report of progress."""
-    found = job.status.progress
-    if found is None or found.total_steps <= 0:
+    progress = job.status.progress
+    if progress is None or progress.total_steps <= 0:
         return None
     return Figures(
-        step=found.step,
-        total=found.total_steps,
-        loss=decimal(found.loss),
-        eval_loss=decimal(found.eval_loss),
-        initial_eval_loss=decimal(found.initial_eval_loss),
-        tokens_per_second=decimal(found.tokens_per_second),
-        calculated_tokens_per_second=decimal(found.calculated_tokens_per_second),
-        mfu=decimal(found.mfu),
-        goodput=decimal(found.goodput),
-        checkpoint=found.checkpoint_step,
+        step=progress.step,
+        total=progress.total_steps,
+        loss=decimal(progress.loss),
+        eval_loss=decimal(progress.eval_loss),
+        initial_eval_loss=decimal(progress.initial_eval_loss),
+        tokens_per_second=decimal(progress.tokens_per_second),
+        calculated_tokens_per_second=decimal(progress.calculated_tokens_per_second),
+        mfu=decimal(progress.mfu),
+        goodput=decimal(progress.goodput),
+        checkpoint=progress.checkpoint_step,
     )
 
 
 def seconds_left(job: SeenJob, now: datetime) -> float | None:
     """Seconds to the last step, at the pace since the first one, including interruptions; None while nothing trains or is due."""
-    found = job.status.progress
-    if found is None or state(job) != Reason.RUNNING or stage_name(job) != Role.TRAIN:
+    progress = job.status.progress
+    if progress is None or state(job) != Reason.RUNNING or stage_name(job) != Role.TRAIN:
         return None
-    first, latest = moment(found.first_step_time), moment(found.advanced_time)
-    if first is None or latest is None or found.step <= 1 or latest <= first:
+    first, latest = moment(progress.first_step_time), moment(progress.advanced_time)
+    if first is None or latest is None or progress.step <= 1 or latest <= first:
         return None
-    pace = (latest - first).total_seconds() / (found.step - 1)
-    left = (found.total_steps - found.step) * pace - (now - latest).total_seconds()
+    pace = (latest - first).total_seconds() / (progress.step - 1)
+    left = (progress.total_steps - progress.step) * pace - (now - latest).total_seconds()
     # Long after it should have been done, nobody knows.
     return left if left >= 0 else None
 

@@ -156,9 +156,9 @@ def inputs_differ(first: SeenJob, second: SeenJob) -> list[Finding]:
     before, now = first.status.plan, second.status.plan
     if before is None or now is None:
         return []
-    found = []
+    findings = []
     if before.data_hash and now.data_hash and before.data_hash != now.data_hash:
-        found.append(
+        findings.append(
             audit_finding(
                 "audit-data-differs",
                 field="spec.data.source",
@@ -168,7 +168,7 @@ def inputs_differ(first: SeenJob, second: SeenJob) -> list[Finding]:
             )
         )
     if before.model_digest and now.model_digest and before.model_digest != now.model_digest:
-        found.append(
+        findings.append(
             audit_finding(
                 "audit-base-differs",
                 field="spec.model.source",
@@ -177,7 +177,7 @@ def inputs_differ(first: SeenJob, second: SeenJob) -> list[Finding]:
             )
         )
     if before.trainer_image and now.trainer_image and before.trainer_image != now.trainer_image:
-        found.append(
+        findings.append(
             audit_finding(
                 "audit-not-proven",
                 field="trainerImage",
@@ -187,12 +187,12 @@ def inputs_differ(first: SeenJob, second: SeenJob) -> list[Finding]:
                 fix="Name the first image in a profile to compare under the same conditions",
             )
         )
-    return found
+    return findings
 
 
 def results_differ(first: Results, second: Results, note: str) -> list[Finding]:
     """The files that are not the same, the adapter's first. note: what may explain it."""
-    found = []
+    findings = []
     for name in (ADAPTER, MERGED):
         names = [each for each in sorted({*first.files, *second.files}) if each.startswith(f"{name}/")]
         different = [plain(each, 200) for each in names if first.files.get(each) != second.files.get(each)]
@@ -200,5 +200,5 @@ def results_differ(first: Results, second: Results, note: str) -> list[Finding]:
             more = len(different) - _MOST_NAMED
             shown = ", ".join(different[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
             message = f"{len(different)} of {len(names)} files are not what the plan gives: {shown}{note}"
-            found.append(audit_finding("audit-result-differs", field=name, message=message))
-    return found
+            findings.append(audit_finding("audit-result-differs", field=name, message=message))
+    return findings

@@ -143,24 +143,24 @@ def seen_job(document: Mapping[str, Any]) -> SeenJob:
     try:
         return SeenJob(document, read_status(content))
     except (ValidationError, TypeError, AttributeError, ValueError):
-        kept = {key: readable for key, found in content.items() if (readable := _readable(key, found)) is not None}
+        kept = {key: readable for key, value in content.items() if (readable := _readable(key, value)) is not None}
     unreadable = tuple(sorted(key for key in content if kept.get(key) != content[key]))
     return SeenJob(document, read_status(kept), unreadable)
 
 
-def _readable(key: str, found: object) -> object:
+def _readable(key: str, value: object) -> object:
     """The readable part of a field; for a list, its readable elements."""
-    if _can_be_read(key, found):
-        return found
-    if not isinstance(found, list):
+    if _can_be_read(key, value):
+        return value
+    if not isinstance(value, list):
         return None
-    kept = [one for one in found if _can_be_read(key, [one])]
+    kept = [one for one in value if _can_be_read(key, [one])]
     return kept if _can_be_read(key, kept) else None
 
 
-def _can_be_read(key: str, found: object) -> bool:
+def _can_be_read(key: str, value: object) -> bool:
     try:
-        read_status({key: found})
+        read_status({key: value})
     except (ValidationError, TypeError, AttributeError, ValueError):
         return False
     return True
@@ -233,11 +233,11 @@ class SeenPod:
 
 def seen_pod(document: Mapping[str, Any]) -> SeenPod:
     """A pod whatever its status holds."""
-    found = []
+    containers = []
     for each in documents.elements(document, "status", "containerStatuses"):
         states = documents.part(each, "state")
         state = next(iter(states), "")
-        found.append(
+        containers.append(
             SeenContainer(
                 documents.text(each, "name"),
                 state,
@@ -247,7 +247,7 @@ def seen_pod(document: Mapping[str, Any]) -> SeenPod:
                 documents.number(each, "restartCount") or 0,
             )
         )
-    return SeenPod(document, tuple(found))
+    return SeenPod(document, tuple(containers))
 
 
 @dataclass(frozen=True)

@@ -53,28 +53,28 @@ class AuditedPlan:
 
 def inspect_run(plan: AuditedPlan, interruption: Interruption) -> AuditedParts:
     """Look at all parts of a run. Raises LocalError."""
-    told = _answer(["look", *plan.arguments()], interruption)
-    last = told["checkpoints"][-1] if told["checkpoints"] else {}
+    answer = _answer(["look", *plan.arguments()], interruption)
+    last = answer["checkpoints"][-1] if answer["checkpoints"] else {}
     return AuditedParts(
-        tuple(Finding.model_validate(finding) for finding in told["findings"]),
-        tuple(each["step"] for each in told["checkpoints"]),
+        tuple(Finding.model_validate(finding) for finding in answer["findings"]),
+        tuple(each["step"] for each in answer["checkpoints"]),
         last.get("world_size"),
         last.get("best_step"),
-        told["exported_step"],
-        tuple(told["devices"]),
+        answer["exported_step"],
+        tuple(answer["devices"]),
     )
 
 
-def difference(what: str, expected: Path, found: Path, interruption: Interruption) -> str | None:
+def difference(what: str, expected: Path, other: Path, interruption: Interruption) -> str | None:
     """The first difference. what: `checkpoints` or `results`. Raises LocalError."""
-    said = _answer([what, "--expected", str(expected), "--found", str(found)], interruption)["difference"]
-    return None if said is None else str(said)
+    answer = _answer([what, "--expected", str(expected), "--found", str(other)], interruption)["difference"]
+    return None if answer is None else str(answer)
 
 
-def merged_difference(plan: AuditedPlan, found: Path, interruption: Interruption) -> str | None:
+def merged_difference(plan: AuditedPlan, other: Path, interruption: Interruption) -> str | None:
     """The first difference between the merged model of a run and one that was made again. Raises LocalError."""
-    said = _answer(["merged", *plan.arguments(), "--found", str(found)], interruption)["difference"]
-    return None if said is None else str(said)
+    answer = _answer(["merged", *plan.arguments(), "--found", str(other)], interruption)["difference"]
+    return None if answer is None else str(answer)
 
 
 def _answer(arguments: Sequence[str], interruption: Interruption) -> dict[str, Any]:
@@ -87,6 +87,6 @@ def _answer(arguments: Sequence[str], interruption: Interruption) -> dict[str, A
     if interruption.requested:
         raise LocalError("interrupted; nothing was changed", ExitCode.INTERRUPTED)
     if process.returncode != 0:
-        said = errors.decode(errors="replace").strip() or f"it ended with status {process.returncode}"
-        raise LocalError(f"the run cannot be compared: {said}", ExitCode.FAILED)
+        reason = errors.decode(errors="replace").strip() or f"it ended with status {process.returncode}"
+        raise LocalError(f"the run cannot be compared: {reason}", ExitCode.FAILED)
     return dict(json.loads(answer))

@@ -51,8 +51,8 @@ class KnownRun:
 
 def known_runs(claims: Path) -> list[KnownRun]:
     """List the runs by name, without directories that have no readable plan and record."""
-    found = (_known_run(RunDirectory(directory)) for directory in sorted(claims.absolute().glob(".finetune/*")))
-    return [run for run in found if run is not None]
+    runs = (_known_run(RunDirectory(directory)) for directory in sorted(claims.absolute().glob(".finetune/*")))
+    return [run for run in runs if run is not None]
 
 
 def _known_run(place: RunDirectory) -> KnownRun | None:

@@ -141,8 +141,11 @@ class RehearsalOrder:
         return [*command, "--model", str(self.model), "--scratch", str(self.scratch), "--seconds", str(self.seconds)]
 
 
-def run_rehearsal(order: RehearsalOrder, interruption: Interruption, said: Callable[[Mapping[str, Any]], None]) -> int:
-    """Run it to its end; the exit status. `said`: each line, with one of `finding`, `stage`, `report`, `shown`."""
+def run_rehearsal(order: RehearsalOrder, interruption: Interruption, take: Callable[[Mapping[str, Any]], None]) -> int:
+    """Run it to its end, and return the exit status.
+
+    take: is called with each line, which has one of `finding`, `stage`, `report`, `shown`.
+    """
     with order.log.open("wb") as log:
         files: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "env": _environment()}
         with running(subprocess.Popen(order.command(), start_new_session=True, **files), interruption) as process:
@@ -151,7 +154,7 @@ def run_rehearsal(order: RehearsalOrder, interruption: Interruption, said: Calla
                 with contextlib.suppress(BrokenPipeError), process.stdin:
                     process.stdin.write(order.plan.model_dump_json().encode())
             for line in json_lines(process.stdout):
-                said(line)
+                take(line)
             return process.wait()
 
 

@@ -23,8 +23,8 @@ class SaidLine:
 
 def said_line(line: str) -> SaidLine | None:
     """The trainer's message in a line of its output; None: the line comes from a library, or is part of a longer text."""
-    found = _LINE.fullmatch(line.rstrip())
-    return None if found is None else SaidLine(found["message"], found["logger"] == _WAITING)
+    match = _LINE.fullmatch(line.rstrip())
+    return None if match is None else SaidLine(match["message"], match["logger"] == _WAITING)
 
 
 class RoleOutput:
@@ -48,8 +48,8 @@ class RoleOutput:
         self._offset += len(content)
         *whole, rest = (self._rest + content).split(b"\n")
         self._rest = rest[-LONGEST_READ_BYTES:]
-        found = (said_line(line.decode(errors="replace")) for line in whole)
-        return [line for line in found if line is not None]
+        messages = (said_line(line.decode(errors="replace")) for line in whole)
+        return [line for line in messages if line is not None]
 
 
 def _size(path: Path) -> int:

@@ -77,15 +77,15 @@ def losses(facts: Mapping[str, str], history: list[dict[str, Any]]) -> Losses | 
     evaluations = _numbers(history, "eval_loss")
     if len(evaluations) > 1:
         return Losses(evaluations[0], evaluations[-1], held_out=True)
-    found = _numbers(history, "loss")
-    return Losses(found[0], found[-1], held_out=False) if found else None
+    losses = _numbers(history, "loss")
+    return Losses(losses[0], losses[-1], held_out=False) if losses else None
 
 
 def _numbers(history: list[dict[str, Any]], name: str) -> list[float]:
     """Numbers of the lines that have one."""
-    found = (line.get(name) for line in history)
+    values = (line.get(name) for line in history)
     # Whole numbers in JSON have no limit.
-    return [float(one) for one in found if isinstance(one, int | float) and abs(one) < sys.float_info.max]
+    return [float(one) for one in values if isinstance(one, int | float) and abs(one) < sys.float_info.max]
 
 
 def _place(claims: Path, location: ClaimPath) -> Path:

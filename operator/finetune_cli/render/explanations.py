@@ -29,9 +29,9 @@ _APPLIES_TO = {
 }
 
 
-def explained_text(found: Sequence[Explained]) -> str:
+def explained_text(meanings: Sequence[Explained]) -> str:
     """The text on each of them."""
-    return "\n".join(_text(each) for each in found)
+    return "\n".join(_text(each) for each in meanings)
 
 
 def _text(each: Explained) -> str:
@@ -48,9 +48,9 @@ def _text(each: Explained) -> str:
             return word_text(each)
 
 
-def explained_document(asked: str, found: Sequence[Explained]) -> dict[str, Any]:
+def explained_document(asked: str, meanings: Sequence[Explained]) -> dict[str, Any]:
     """The explanations as plain data."""
-    return {"word": asked, "meanings": [_document(each) for each in found]}
+    return {"word": asked, "meanings": [_document(each) for each in meanings]}
 
 
 def _document(each: Explained) -> dict[str, Any]:
@@ -220,9 +220,9 @@ def overview_text() -> str:
     for topic, entries in TOPICS.items():
         lines += [topic.lower(), *(f"  {entry.severity:8}{entry.id:40}{entry.title}" for entry in entries), ""]
     counts = Counter((rule.severity, rule.evidence) for rule in RULES)
-    said = ", ".join(f"{number} {severity}s {evidence}" for (severity, evidence), number in sorted(counts.items()))
+    shares = ", ".join(f"{number} {severity}s {evidence}" for (severity, evidence), number in sorted(counts.items()))
     others = sum(map(len, TOPICS.values()))
-    return "\n".join([*lines, f"{len(RULES)} rules: {said}; {others} findings of other gates.", ""])
+    return "\n".join([*lines, f"{len(RULES)} rules: {shares}; {others} findings of other gates.", ""])
 
 
 def entry_text(entry: Entry) -> str:

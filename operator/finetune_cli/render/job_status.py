@@ -63,28 +63,28 @@ def status_text(
 
 
 def _progress_lines(job: SeenJob, now: datetime, losses: Sequence[float]) -> list[str]:
-    found = figures(job)
-    if found is None:
+    stats = figures(job)
+    if stats is None:
         return []
     left = duration_text(seconds_left(job, now))
     lines = [
         labelled(
-            "steps", f"{bar(found.share)} {found.step}/{found.total}  {found.share:.0%}" + (f"  {left} left" if left else "")
+            "steps", f"{bar(stats.share)} {stats.step}/{stats.total}  {stats.share:.0%}" + (f"  {left} left" if left else "")
         )
     ]
-    before = f", {figure(found.initial_eval_loss)} before training" if found.initial_eval_loss is not None else ""
-    held_out = f"; held out {figure(found.eval_loss)}{before}" if found.eval_loss is not None else before
-    if found.loss is not None or held_out:
-        lines.append(labelled("loss", f"{figure(found.loss)}{held_out}"))
+    before = f", {figure(stats.initial_eval_loss)} before training" if stats.initial_eval_loss is not None else ""
+    held_out = f"; held out {figure(stats.eval_loss)}{before}" if stats.eval_loss is not None else before
+    if stats.loss is not None or held_out:
+        lines.append(labelled("loss", f"{figure(stats.loss)}{held_out}"))
     if losses:
         lines.append(labelled("curve", f"{sparkline(losses)}  {figure(losses[0])} to {figure(losses[-1])}"))
     pace = [
-        *([f"{found.tokens_per_second:.0f} tokens/s{_beside_calculation(found)}"] if found.tokens_per_second is not None else []),
-        *([f"MFU {found.mfu:.1%}"] if found.mfu is not None else []),
-        *([f"{found.goodput:.0%} of the time at work"] if found.goodput is not None else []),
+        *([f"{stats.tokens_per_second:.0f} tokens/s{_beside_calculation(stats)}"] if stats.tokens_per_second is not None else []),
+        *([f"MFU {stats.mfu:.1%}"] if stats.mfu is not None else []),
+        *([f"{stats.goodput:.0%} of the time at work"] if stats.goodput is not None else []),
     ]
     lines += [labelled("pace", ", ".join(pace))] if pace else []
-    lines += [labelled("saved", f"checkpoint of step {found.checkpoint}")] if found.checkpoint is not None else []
+    lines += [labelled("saved", f"checkpoint of step {stats.checkpoint}")] if stats.checkpoint is not None else []
     return lines
 
 
@@ -105,9 +105,9 @@ def _checkpoints_text(checkpoints: Sequence[StoredCheckpoint]) -> str:
     return table(("CHECKPOINT", "SAVED", "SIZE", "COMPLETE", "LOSS", "HELD OUT"), rows, "  ")
 
 
-def _beside_calculation(found: Figures) -> str:
+def _beside_calculation(stats: Figures) -> str:
     """The error of what was calculated for the device."""
-    measured, calculated = found.tokens_per_second, found.calculated_tokens_per_second
+    measured, calculated = stats.tokens_per_second, stats.calculated_tokens_per_second
     if not measured or not calculated:
         return ""
     return f" (calculated {calculated:.0f}, {calculated / measured - 1:+.0%})"
@@ -145,17 +145,17 @@ def status_document(
     checkpoints: Sequence[StoredCheckpoint] | None = None,
 ) -> dict[str, Any]:
     """The answer as data; `checkpoints` is null if the workspace was not read for them."""
-    found = figures(job)
+    stats = figures(job)
     return {
         **summary(job, now),
         "reason": diagnosis.reason,
         "advice": list(diagnosis.advice),
         "commands": list(diagnosis.commands),
-        "tokensPerSecond": found.tokens_per_second if found else None,
-        "calculatedTokensPerSecond": found.calculated_tokens_per_second if found else None,
-        "mfu": found.mfu if found else None,
-        "goodput": found.goodput if found else None,
-        "checkpointStep": found.checkpoint if found else None,
+        "tokensPerSecond": stats.tokens_per_second if stats else None,
+        "calculatedTokensPerSecond": stats.calculated_tokens_per_second if stats else None,
+        "mfu": stats.mfu if stats else None,
+        "goodput": stats.goodput if stats else None,
+        "checkpointStep": stats.checkpoint if stats else None,
         "losses": list(losses),
         "checkpoints": None
         if checkpoints is None

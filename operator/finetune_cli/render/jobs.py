@@ -24,14 +24,14 @@ def jobs_text(jobs: Sequence[SeenJob], now: datetime, *, everywhere: bool) -> st
 
 
 def _row(job: SeenJob, now: datetime) -> tuple[str, ...]:
-    found, left = figures(job), seconds_left(job, now)
+    progress, left = figures(job), seconds_left(job, now)
     return (
         plain(job.name, 80),
         plain(state(job), _MOST_CELL),
         stage_name(job) or "-",
-        "-" if found is None else f"{found.step}/{found.total}",
+        "-" if progress is None else f"{progress.step}/{progress.total}",
         duration_text(left) or "-",
-        "-" if found is None else figure(found.loss),
+        "-" if progress is None else figure(progress.loss),
         str(num_attempts(job)),
         duration_text(age(job, now)) or "-",
     )
@@ -54,17 +54,17 @@ def jobs_document(jobs: Sequence[SeenJob], now: datetime) -> dict[str, Any]:
 
 def summary(job: SeenJob, now: datetime) -> dict[str, Any]:
     """A job as data; times are seconds."""
-    found = figures(job)
+    progress = figures(job)
     return {
         "namespace": job.namespace,
         "name": job.name,
         "phase": job.phase,
         "state": state(job),
         "stage": stage_name(job),
-        "step": None if found is None else found.step,
-        "totalSteps": None if found is None else found.total,
-        "loss": None if found is None else found.loss,
-        "evalLoss": None if found is None else found.eval_loss,
+        "step": None if progress is None else progress.step,
+        "totalSteps": None if progress is None else progress.total,
+        "loss": None if progress is None else progress.loss,
+        "evalLoss": None if progress is None else progress.eval_loss,
         "secondsLeft": seconds_left(job, now),
         "attempts": num_attempts(job),
         "ageSeconds": age(job, now),

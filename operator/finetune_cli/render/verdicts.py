@@ -109,7 +109,7 @@ def report_document(report: Report) -> dict[str, Any]:
 def as_json(content: dict[str, Any]) -> str:
     """Indented, keys in the order given. What does not print is escaped; it reads back to the same content."""
     text = json.dumps(content, indent=2, ensure_ascii=False)
-    return re.sub(r"[^\n -~]", lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text) + "\n"
+    return re.sub(r"[^\n -~]", lambda match: match[0] if match[0].isprintable() else json.dumps(match[0])[1:-1], text) + "\n"
 
 
 def as_yaml(content: dict[str, Any]) -> str:
