@@ -1,4 +1,4 @@
-"""Entry point of `finetune`, `kubectl finetune` and `python -m finetune_cli`: loads the verbs quickly, and hands over to them."""
+"""Entry point of `finetune`, `kubectl finetune` and `python -m finetune_cli`."""
 
 import atexit
 import gc
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typer import Typer
 
 NEW_OBJECTS = 50_000
-"""Between two collections."""
+"""Allocations between two runs of the garbage collector."""
 
 
 def main() -> None:

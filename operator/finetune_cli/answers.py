@@ -21,8 +21,8 @@ class Output(StrEnum):
 
 
 @contextmanager
-def errors_told() -> Iterator[None]:
-    """What a command cannot do is one message, and ends it with the error's exit code; Ctrl-C ends it without one."""
+def reported_errors() -> Iterator[None]:
+    """Print an error of a command as one message, and end it with the error's exit code; Ctrl-C ends it silently."""
     try:
         yield
     except LocalError as error:
@@ -36,7 +36,7 @@ def errors_told() -> Iterator[None]:
         typer.echo(f"{place}{error.strerror or error}; check the path, your rights and the room on the disk", err=True)
         raise typer.Exit(ExitCode.FAILED) from error
     except RecursionError as error:
-        typer.echo("what was read is nested too deeply to be worked with", err=True)
+        typer.echo("the input is nested too deeply", err=True)
         raise typer.Exit(ExitCode.FAILED) from error
     except KeyboardInterrupt as error:
         raise typer.Exit(ExitCode.INTERRUPTED) from error
@@ -44,7 +44,7 @@ def errors_told() -> Iterator[None]:
 
 @contextmanager
 def signs_of_life(doing: str) -> Iterator[None]:
-    """Says on standard error, every half minute, that this is still done."""
+    """Say on standard error, every half minute, that this is still being done."""
     from finetune_cli.render.signs_of_life import SignsOfLife
 
     with SignsOfLife(lambda line: typer.echo(line, err=True)) as signs:
@@ -53,7 +53,7 @@ def signs_of_life(doing: str) -> Iterator[None]:
 
 
 def print_answer(output: Output, text: Callable[[], str], document: Callable[[], Any]) -> None:
-    """Print one of the two."""
+    """Print the answer in the form that was asked for."""
     from finetune_cli.render.verdicts import as_json, as_yaml
 
     match output:
@@ -66,7 +66,7 @@ def print_answer(output: Output, text: Callable[[], str], document: Callable[[],
 
 
 def manifest_text(argument: str | None, option: str | None) -> str:
-    """What the one manifest holds that is named behind a command or behind -f. Without one, or with two, the command ends."""
+    """Return the text of the one manifest that is named as argument or with -f; end the command if there is not exactly one."""
     from finetune_cli.inputs import InputError, one_file
 
     try:
@@ -78,7 +78,7 @@ def manifest_text(argument: str | None, option: str | None) -> str:
 
 
 def text_of(file: str) -> str:
-    """What a file holds, or standard input (`-`). One that cannot be read is told, and ends the command."""
+    """Return the text of a file, or of standard input (`-`); end the command with a message if it cannot be read."""
     from finetune_cli.inputs import InputError, read_text
 
     try:

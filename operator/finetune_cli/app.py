@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_cli.answers import Output, errors_told, manifest_text, print_answer, signs_of_life, text_of
+from finetune_cli.answers import Output, manifest_text, print_answer, reported_errors, signs_of_life, text_of
 from finetune_cli.change_verbs import change_app
 from finetune_cli.cluster_verbs import (
     DEFAULT_CLAIMS,
@@ -29,6 +29,7 @@ from finetune_cli.cluster_verbs import (
 )
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local_verbs import ClaimsDirectory, local_app
+from finetune_cli.panels import Panel, PanelGroup
 
 if TYPE_CHECKING:
     from finetune_cli.checks.validate import Report
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="finetune",
+    cls=PanelGroup,
     no_args_is_help=True,
     add_completion=False,
     # Plain help and messages: they are read in files too, and by people who set NO_COLOR.
@@ -49,7 +51,7 @@ app.add_typer(cluster_app)
 app.add_typer(change_app)
 COMPLETION = "_FINETUNE_COMPLETE"
 """Variable by which a shell's script asks for words, as typer names it."""
-Filename = Annotated[str | None, typer.Option("-f", "--filename", help="The same, as kubectl takes it.")]
+Filename = Annotated[str | None, typer.Option("-f", "--filename", help="Same as FILE, for users of kubectl.")]
 
 
 class Shell(StrEnum):
@@ -74,51 +76,56 @@ def all_verbs(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the release and exit.")
     ] = False,
 ) -> None:
-    """Validate, explain and run FineTuneJobs, merge adapters, and look at clusters.
+    """Fine-tune language models with FineTuneJobs, on a cluster or on this machine.
 
-    A JOB is a job of the cluster that the kubeconfig names; with --local or --claims it is a run on this machine. run, attach
-    and stop are of this machine alone.
+    JOB names a job of the kubeconfig's cluster, or, with --local or --claims, a run on this machine. run, attach and stop work on
+    this machine only.
     """
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.OTHER)
 def completion(shell: Annotated[Shell, typer.Argument(help="The shell.")]) -> None:
-    """Print a script that lets a shell complete the words of `finetune`. For bash: source <(finetune completion bash)"""
+    """Print a completion script for a shell.
+
+    For bash: source <(finetune completion bash)
+    """
     from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
     typer.echo(get_completion_script(prog_name="finetune", complete_var=COMPLETION, shell=shell.value))
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.TRAIN)
 def validate(
     file: Annotated[
         list[str] | None, typer.Argument(help="Manifests with FineTuneJobs: files or directories; - for standard input.")
     ] = None,
     *,
     filename: Annotated[
-        list[str] | None, typer.Option("-f", "--filename", help="The same, as kubectl takes it; may be repeated.")
+        list[str] | None, typer.Option("-f", "--filename", help="Same as FILE, for users of kubectl; may be repeated.")
     ] = None,
     output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
     profile: Annotated[Path | None, typer.Option(help="Manifest of the FineTuneProfile to judge with.")] = None,
     claims: Annotated[
         Path | None,
         typer.Option(
-            help="Directory that holds a directory for each claim: the first records there are judged, too. "
-            "Unset: those in runs/claims, if there are any."
+            help="Directory that holds a directory for each claim; the first records there are checked, too. "
+            "Unset: runs/claims, if it exists."
         ),
     ] = None,
     claim: ClaimPaths = None,
     fix: Annotated[
         bool,
-        typer.Option("--fix", help="Print the manifests with the fixes made of all findings that need nobody to weigh them."),
+        typer.Option("--fix", help="Print the manifests with all safe fixes applied."),
     ] = False,
 ) -> None:
-    """Judge manifests by every rule, and first records if they are on this machine; with --claims the model's files, too.
+    """Check manifests against every rule.
 
-    Exit code: 0 accepted, 1 refused, 2 unusable input.
+    Also checks the first records if they are on this machine, and with --claims the files of the model.
 
-    With --fix the manifests go to standard output, comments and layout kept, and what was changed to standard error; the exit
-    code is that of the manifests as they are printed, their records included.
+    Exit codes: 0: accepted; 1: refused; 2: unusable input.
+
+    With --fix the fixed manifests go to standard output, with comments and layout kept, and the list of changes goes to standard
+    error. The exit code is that of the fixed manifests.
     """
     from finetune_cli.checks.validate import validate_files
     from finetune_cli.inputs import InputError, read_files
@@ -147,29 +154,32 @@ def validate(
     raise typer.Exit(report.exit_code)
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.TRAIN)
 def estimate(
     file: Annotated[str | None, typer.Argument(help="Manifest with one or more FineTuneJobs; - for standard input.")] = None,
     *,
     filename: Filename = None,
     model: Annotated[
-        Path | None, typer.Option(help="Directory of the base model, or its config.json; a job's hf:// needs it.")
+        Path | None, typer.Option(help="Directory of the base model, or its config.json; required for hf:// models.")
     ] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of one device, as in 80Gi. Unset: the profile's.")] = None,
     gpu: Annotated[str | None, typer.Option(help="Name of the device, as in H100. Unset: the profile's.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of one pass over the data, for the hours of a run of epochs.")
+        int | None,
+        typer.Option(min=1, help="Tokens of one pass over the data; needed for the hours of a run that is set in epochs."),
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="What the calibration of gpu-check measured on such a device. Unset: what is assumed.")
+        Path | None, typer.Option(help="Calibration that gpu-check measured on such a device. Unset: assumed values.")
     ] = None,
     output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
     profile: Annotated[Path | None, typer.Option(help="Manifest of the FineTuneProfile to judge with.")] = None,
     claims: ClaimsDirectory = DEFAULT_CLAIMS,
 ) -> None:
-    """Show what memory each rank of a job will need, what to change where it does not fit, and the time that is calculated.
+    """Estimate memory and time of a job.
 
-    Exit code: 0 it fits or no limit is known, 1 refused or too large, 2 unusable input.
+    Shows the memory of each rank, what to change if the job does not fit, and the calculated time.
+
+    Exit codes: 0: it fits, or no limit is known; 1: refused or too large; 2: unusable input.
     """
     from finetune_cli.checks import estimate as estimate_command
     from finetune_cli.checks.calibration import CalibrationError, read_calibration
@@ -177,7 +187,7 @@ def estimate(
 
     try:
         measured = None if calibration is None else read_calibration(text_of(str(calibration)))
-        found = estimate_command.estimate(
+        estimates = estimate_command.estimate(
             manifest_text(file, filename),
             profile=text_of(str(profile)) if profile is not None else None,
             claims=claims,
@@ -186,51 +196,57 @@ def estimate(
     except (CalibrationError, estimate_command.EstimateError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from error
-    print_answer(output, lambda: estimate_text(found), lambda: estimate_document(found))
-    raise typer.Exit(ExitCode.DONE if all(each.verdict.fits for each in found) else ExitCode.REFUSED)
+    print_answer(output, lambda: estimate_text(estimates), lambda: estimate_document(estimates))
+    raise typer.Exit(ExitCode.DONE if all(each.verdict.fits for each in estimates) else ExitCode.REFUSED)
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.LOOK)
 def doctor(
     *,
     namespace: Annotated[str, typer.Option("-n", "--namespace", help="Namespace of the jobs; the network probe runs there.")],
     context: Annotated[str | None, typer.Option(help="Context of the kubeconfig. Unset: the current one.")] = None,
-    profile: Annotated[str, typer.Option(help="FineTuneProfile that the jobs will name.")] = "default",
+    profile: Annotated[str, typer.Option(help="FineTuneProfile that the jobs will use.")] = "default",
     probe: Annotated[
-        bool, typer.Option("--probe/--no-probe", help="Try with two pods whether the network enforces NetworkPolicies.")
+        bool, typer.Option("--probe/--no-probe", help="Test with two pods whether the network enforces NetworkPolicies.")
     ] = True,
     image: Annotated[str | None, typer.Option(help="Image with Python for the two pods. Unset: the profile's.")] = None,
-    timeout: Annotated[int, typer.Option(min=60, help="Seconds that the two pods may take, pulls of the image included.")] = 300,
+    timeout: Annotated[
+        int, typer.Option(min=60, help="Time limit of the two pods in seconds, including pulls of the image.")
+    ] = 300,
     output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
 ) -> None:
-    """Look at a cluster: version, definitions, operator, profile, your rights, storage, and whether its network isolates runs.
+    """Check whether a cluster is ready for jobs.
 
-    Exit code: 0 all is there, 1 something is missing, 2 no usable kubeconfig, 3 something could not be read, 130 interrupted.
+    Looks at version, definitions, operator, profile, your rights, storage, and whether the network isolates runs.
+
+    Exit codes: 0: ready; 1: something is missing; 2: no usable kubeconfig; 3: something could not be read; 130: interrupted.
     """
     from finetune_cli.checks.cluster import exit_code
     from finetune_cli.commands.doctor import doctor_document, doctor_text, examine
 
-    with errors_told(), signs_of_life("looking at the cluster"):
+    with reported_errors(), signs_of_life("looking at the cluster"):
         facts, checks = examine(context=context, namespace=namespace, profile=profile, image=image, probe=probe, seconds=timeout)
     print_answer(output, lambda: doctor_text(checks), lambda: doctor_document(facts, checks))
     raise typer.Exit(exit_code(checks))
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.TRAIN)
 def data(
     file: Annotated[str | None, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")] = None,
     *,
     filename: Filename = None,
     claims: ClaimsDirectory = DEFAULT_CLAIMS,
     claim: ClaimPaths = None,
-    records: Annotated[int, typer.Option("-n", "--records", min=0, help="Records of each source that are shown.")] = 2,
-    first: Annotated[int, typer.Option(min=1, help="Records of each source that are read and counted.")] = 1000,
+    records: Annotated[int, typer.Option("-n", "--records", min=0, help="Number of records shown of each source.")] = 2,
+    first: Annotated[int, typer.Option(min=1, help="Number of records read and counted of each source.")] = 1000,
     output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
 ) -> None:
-    """Show the first records of a job as training will see them: rendered, with what is learnt, counted and measured.
+    """Show the first records as training sees them.
 
-    Reads sources on this machine, those that an earlier run has fetched among them. Exit code: 0 nothing speaks against them,
-    1 refused, 2 unusable input.
+    The records are rendered, with the trained parts marked, counted and measured. Reads sources on this machine, including those
+    that an earlier run has fetched.
+
+    Exit codes: 0: no objection; 1: refused; 2: unusable input.
     """
     from finetune_cli.checks.validate import Report
     from finetune_cli.commands.data import look_at
@@ -238,7 +254,7 @@ def data(
     from finetune_cli.render.data import look_document, look_text
     from finetune_cli.render.verdicts import report_text
 
-    with errors_told():
+    with reported_errors():
         seen = look_at(manifest_text(file, filename), claims, parse_claims(claim or []), shown=records, limit=first)
     if isinstance(seen, Report):
         typer.echo(report_text(seen), nl=False)
@@ -252,23 +268,23 @@ def data(
 _JOB_PREFIXES = ("job/", "ftj/", "finetunejob/", "finetunejobs/")
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.LOOK)
 def explain(
     word: Annotated[
         str | None,
         typer.Argument(
-            help="What the product printed: the id of a finding, a failure class, an exit code, a condition or its reason; "
-            "a field, such as spec.training.learningRate; or job/NAME, a job of the cluster. Unset: all findings, by topic."
+            help="A finding's id, a failure class, an exit code, a condition or its reason; a field, such as "
+            "spec.training.learningRate; or job/NAME, a job of the cluster. Unset: all findings by topic."
         ),
     ] = None,
     namespace: Namespace = None,
     context: Context = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Show what a word means that the product printed, on what evidence, and what to do; or what a field is; or all findings.
+    """Explain a finding, failure, condition or field.
 
-    Of a job (job/NAME) it shows what is the matter: reason, evidence, what to do, and where settings can help a patch for a new
-    job. With -n or --context, a word is the name of a job.
+    For a job (job/NAME) it shows what is wrong: the reason, the evidence, what to do, and a patch for a new job where settings
+    can help. With -n or --context, the word is the name of a job. Without a word it lists all findings.
     """
     if word is not None and (word.startswith(_JOB_PREFIXES) or namespace is not None or context is not None):
         raise typer.Exit(explain_job(word.rpartition("/")[2], context, namespace, output))
@@ -279,22 +295,22 @@ def explain(
     if word is None:
         print_answer(output, explanations.overview_text, explanations.overview_document)
         return
-    found = find(word)
-    if not found:
+    meanings = find(word)
+    if not meanings:
         near = nearest(word)
         suggestion = f"; did you mean {', '.join(near)}?" if near else "; `finetune explain` lists all findings"
-        typer.echo(f"nothing is called {word}{suggestion}", err=True)
+        typer.echo(f"unknown term: {word}{suggestion}", err=True)
         raise typer.Exit(ExitCode.UNUSABLE)
-    print_answer(output, lambda: explanations.explained_text(found), lambda: explanations.explained_document(word, found))
+    print_answer(output, lambda: explanations.explained_text(meanings), lambda: explanations.explained_document(word, meanings))
 
 
 def _judged(report: Report, records: FirstRecords | None, show: Callable[[Report], None]) -> Report:
     """show: for what the rules alone say, if claims are wrongly given, which ends the command."""
     if records is None:
         return report
-    with errors_told():
+    with reported_errors():
         try:
-            return records.judged(report, lambda said: typer.echo(said, err=True))
+            return records.judged(report, lambda message: typer.echo(message, err=True))
         except LocalError:
             show(report)
             raise

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life, text_of
+from finetune_cli.answers import Output, print_answer, reported_errors, signs_of_life, text_of
 from finetune_cli.cluster_verbs import ClaimPaths, Context, Form, JobName, Namespace, first_records
 from finetune_cli.exit_codes import ExitCode
+from finetune_cli.panels import Panel
 
 if TYPE_CHECKING:
     from finetune_cli.commands.change_jobs import Change
@@ -22,32 +23,34 @@ NewName = Annotated[str | None, typer.Option("--name", help="Name of the new job
 
 
 class RecordFormat(StrEnum):
-    """As DataFormat, whose module takes long to load."""
+    """The values of DataFormat, whose module takes long to load."""
 
     CHAT = "Chat"
     PROMPT_COMPLETION = "PromptCompletion"
     TEXT = "Text"
 
 
-@change_app.command()
+@change_app.command(rich_help_panel=Panel.TRAIN)
 def submit(
     *,
     file: Annotated[str, typer.Argument(help="Manifest with FineTuneJobs; - for standard input.")],
     namespace: Namespace = None,
-    watch: Annotated[bool, typer.Option("-w", "--watch", help="Then show what changes, until the job has ended.")] = False,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="Then show changes until the job has ended.")] = False,
     context: Context = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Judge a manifest by every rule, and create its jobs if none is refused.
+    """Check a manifest and create its jobs.
 
-    Exit code: 0 created (with --watch: and succeeded), 1 refused (with --watch: or failed), 2 unusable input or no usable
-    kubeconfig, 3 the cluster did not take it, 130 interrupted.
+    Nothing is created if one of them is refused.
+
+    Exit codes: 0: created (with --watch: and succeeded); 1: refused (with --watch: or failed); 2: unusable input or no usable
+    kubeconfig; 3: the API server rejected the request; 130: interrupted.
     """
     from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.change_jobs import submit as submit_jobs
     from finetune_cli.render.verdicts import report_document, report_text
 
-    with errors_told():
+    with reported_errors():
         report, made = submit_jobs(Cluster(context, namespace), text_of(file), file, namespace, is_watched=watch)
         if not made:
             print_answer(output, lambda: report_text(report), lambda: report_document(report))
@@ -71,76 +74,82 @@ def _watched(change: Change, context: str | None, output: Output) -> ExitCode:
     from finetune_job.reasons import ConditionType
 
     status(name=change.job.name, namespace=change.job.namespace, watch=True, context=context, output=output)
-    with errors_told():
+    with reported_errors():
         ended = Cluster(context, change.job.namespace).job(change.job.name)
     code = outcome(ended, ConditionType.FINISHED)
     return ExitCode.FAILED if code is None else code
 
 
-@change_app.command()
+@change_app.command(rich_help_panel=Panel.CHANGE)
 def suspend(*, name: JobName, namespace: Namespace = None, context: Context = None, output: Form = Output.TEXT) -> None:
-    """Take a job's pods away and keep its checkpoint.
+    """Stop a job's pods and keep its checkpoint.
 
-    Exit code: 0, 1 it has ended, 2 no such job or no usable kubeconfig, 3 the cluster did not take it.
+    Exit codes: 0: done; 1: the job has ended; 2: no such job or no usable kubeconfig; 3: the API server rejected the request.
     """
     from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.change_jobs import set_suspended
 
-    with errors_told():
+    with reported_errors():
         _print(set_suspended(Cluster(context, namespace), name, suspended=True), output)
 
 
-@change_app.command()
+@change_app.command(rich_help_panel=Panel.CHANGE)
 def resume(*, name: JobName, namespace: Namespace = None, context: Context = None, output: Form = Output.TEXT) -> None:
-    """Continue a suspended job from its latest checkpoint.
+    """Continue a suspended job from its checkpoint.
 
-    Exit code: 0, 1 it has ended, 2 no such job or no usable kubeconfig, 3 the cluster did not take it.
+    Exit codes: 0: done; 1: the job has ended; 2: no such job or no usable kubeconfig; 3: the API server rejected the request.
     """
     from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.change_jobs import set_suspended
 
-    with errors_told():
+    with reported_errors():
         _print(set_suspended(Cluster(context, namespace), name, suspended=False), output)
 
 
-@change_app.command()
+@change_app.command(rich_help_panel=Panel.CHANGE)
 def cancel(
     *,
     name: JobName,
     namespace: Namespace = None,
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask on a terminal.")] = False,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask for confirmation.")] = False,
     context: Context = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """End a job for good. It cannot be taken back; `suspend` can.
+    """End a job for good.
 
-    Exit code: 0, 1 it has ended, 2 no such job or no usable kubeconfig, 3 the cluster did not take it, 130 not confirmed.
+    This cannot be undone; `suspend` can.
+
+    Exit codes: 0: done; 1: the job has ended; 2: no such job or no usable kubeconfig; 3: the API server rejected the request;
+    130: not confirmed.
     """
     from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.change_jobs import cancel as cancel_job
 
     if not yes and _is_terminal() and not typer.confirm(f"End {name} for good?", err=True):
         raise typer.Exit(ExitCode.INTERRUPTED)
-    with errors_told():
+    with reported_errors():
         _print(cancel_job(Cluster(context, namespace), name), output)
 
 
-@change_app.command()
+@change_app.command(rich_help_panel=Panel.CHANGE)
 def retry(
     *, name: JobName, new_name: NewName = None, namespace: Namespace = None, context: Context = None, output: Form = Output.TEXT
 ) -> None:
-    """Try a job again: one that waits until a human acts, where it stands; one that has failed, as a new job of the same spec.
+    """Retry a job.
 
-    Exit code: 0, 1 there is nothing to try again, 2 no such job or no usable kubeconfig, 3 the cluster did not take it.
+    A stalled job continues; a failed job is created again with the same spec.
+
+    Exit codes: 0: done; 1: there is nothing to retry; 2: no such job or no usable kubeconfig;
+    3: the API server rejected the request.
     """
     from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.change_jobs import retry as retry_job
 
-    with errors_told():
+    with reported_errors():
         _print(retry_job(Cluster(context, namespace), name, new_name), output)
 
 
-@change_app.command()
+@change_app.command(rich_help_panel=Panel.CHANGE)
 def fork(
     *,
     name: JobName,
@@ -149,23 +158,26 @@ def fork(
     ] = None,
     start: Annotated[
         str | None,
-        typer.Option("--from", help="Begin with a checkpoint of the job: its step, or newest. Unset: the base model."),
+        typer.Option("--from", help="Start from a checkpoint of the job: its step, or newest. Unset: the base model."),
     ] = None,
     new_name: NewName = None,
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
-    """Print the manifest of a new job: the spec of a job with changes, and with a place of its own for the results.
+    """Print the manifest of a changed job.
 
-    With --from it begins with the parameters of a checkpoint, on the same workspace claim; optimizer and schedule begin again.
-    Exit code: 0 the rules accept it, 1 they refuse it, 2 no such job or no usable kubeconfig, 3 the cluster did not give it.
+    The new job has the spec of JOB with your changes, and its own place for results. With --from it begins with the parameters of
+    a checkpoint, on the same workspace claim; optimizer and schedule start anew.
+
+    Exit codes: 0: the rules accept it; 1: they refuse it; 2: no such job or no usable kubeconfig;
+    3: the cluster could not be read.
     """
     from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.change_jobs import fork as fork_job
     from finetune_cli.jobs.next_manifest import parse_change
     from finetune_cli.render.verdicts import report_text
 
-    with errors_told():
+    with reported_errors():
         parsed = [parse_change(each) for each in changes or []]
         text, report = fork_job(Cluster(context, namespace), name, new_name, parsed, start)
     typer.echo(text, nl=False)
@@ -174,20 +186,23 @@ def fork(
     raise typer.Exit(report.exit_code)
 
 
-@change_app.command()
+@change_app.command(rich_help_panel=Panel.RESULTS)
 def download(
     *,
     name: JobName,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the results go; made if it is not there.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory for the results; created if it does not exist.")],
     namespace: Namespace = None,
-    timeout: Annotated[str, typer.Option(help="How long all of it may take: 90s, 10m, 1h30m or 2d.")] = "6h",
+    timeout: Annotated[str, typer.Option(help="Time limit of the whole copy: 90s, 10m, 1h30m or 2d.")] = "6h",
     context: Context = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Copy the results of a job from their claim to this machine, by way of a pod that lives for as long as this takes.
+    """Copy the results of a job to this machine.
 
-    Each file is compared with SHA256SUMS. Call it again to continue. Exit code: 0 all is there, 1 the results are not complete
-    yet, 2 no such job, or its results are elsewhere, 3 they could not be read or written, 130 interrupted.
+    A pod that lives for the time of the copy reads them from their claim. Each file is checked against SHA256SUMS. Run the
+    command again to continue an interrupted copy.
+
+    Exit codes: 0: all files are here; 1: the results are not complete yet; 2: no such job, or its results are elsewhere;
+    3: they could not be read or written; 130: interrupted.
     """
     from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.download import Listener
@@ -198,47 +213,49 @@ def download(
     def tell(line: str) -> None:
         typer.echo(line, err=True)
 
-    with errors_told(), signs_of_life("copying the results"), Interruption(stopping="the pod is deleted") as interruption:
+    with reported_errors(), signs_of_life("copying the results"), Interruption(stopping="the pod is deleted") as interruption:
         seconds = int(parse_duration(timeout, "--timeout"))
         listener = Listener(tell, lambda: interruption.requested)
-        found = download_results(Cluster(context, namespace), name, directory, seconds, listener)
-    print_answer(output, found.text, found.document)
+        downloaded = download_results(Cluster(context, namespace), name, directory, seconds, listener)
+    print_answer(output, downloaded.text, downloaded.document)
 
 
-@change_app.command()
+@change_app.command(rich_help_panel=Panel.TRAIN)
 def init(
     *,
     model: Annotated[str | None, typer.Option(help="Base model: hf://ORG/NAME, s3://BUCKET/PREFIX or pvc://CLAIM/PATH.")] = None,
-    data: Annotated[str | None, typer.Option(help="Records: an address as of the model, or hf://datasets/ORG/NAME.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Commit of a model of the Hub.")] = None,
-    data_revision: Annotated[str | None, typer.Option(help="Commit of a data set of the Hub.")] = None,
-    devices: Annotated[int | None, typer.Option(min=1, max=64, help="GPUs of one node, or CPU ranks.")] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
-    destination: Annotated[str, typer.Option("--output", help="Where the results go.")] = "pvc://models-out",
+    data: Annotated[str | None, typer.Option(help="Training data: an address as for --model, or hf://datasets/ORG/NAME.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Commit of a model from the Hub.")] = None,
+    data_revision: Annotated[str | None, typer.Option(help="Commit of a data set from the Hub.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, max=64, help="GPUs per node, or CPU ranks.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1,
+    destination: Annotated[str, typer.Option("--output", help="Destination of the results.")] = "pvc://models-out",
     workspace: Annotated[str, typer.Option(help="Claim for checkpoints and prepared data.")] = "workspace",
     profile: Annotated[str | None, typer.Option(help="FineTuneProfile of the cluster. Unset: default.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the job. Unset: made from the model's.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the job. Unset: derived from the model's name.")] = None,
     record_format: Annotated[
         RecordFormat | None,
         typer.Option(
             "--format",
-            help="What a record holds. Unset: what the first records show if they are on this machine, else PromptCompletion.",
+            help="Format of the records. Unset: detected if the first records are on this machine, else PromptCompletion.",
         ),
     ] = None,
     claims: Annotated[
         Path | None,
         typer.Option(
-            help="Directory that holds a directory for each claim: the manifest is made for the first records there. "
-            "Unset: those in runs/claims, if there are any."
+            help="Directory that holds a directory for each claim; the manifest suits the first records there. "
+            "Unset: runs/claims, if it exists."
         ),
     ] = None,
     claim: ClaimPaths = None,
     file: Annotated[Path | None, typer.Option("-f", "--filename", help="File to write. Unset: standard output.")] = None,
 ) -> None:
-    """Write a manifest that validates, for the first records if they are on this machine. On a terminal it asks for what is not
-    given: model, data and devices, and for the format of records that are elsewhere.
+    """Write a valid manifest.
 
-    Exit code: 0 written, 1 the rules or the first records refuse what was given, 2 something is missing, or the file exists.
+    Looks at your data if it is local. On a terminal it asks for what is missing: model, data, devices, and the format of records
+    that are elsewhere.
+
+    Exit codes: 0: written; 1: the rules or the first records refuse the input; 2: something is missing, or the file exists.
     """
     from finetune_cli.commands.init import Answers, ask, made_for, manifest_text, unseen, write_new
     from finetune_cli.render.verdicts import report_text
@@ -257,12 +274,12 @@ def init(
         record_format and record_format.value,
     )
     records = first_records(claims, claim)
-    with errors_told():
+    with reported_errors():
         answers = ask(given, records, is_terminal=_is_terminal())
         text, report = manifest_text(answers)
         if report.exit_code is ExitCode.DONE and records is not None:
-            text, report, told = made_for(text, records)
-            typer.echo("".join(f"{line}\n" for line in told), nl=False, err=True)
+            text, report, messages = made_for(text, records)
+            typer.echo("".join(f"{line}\n" for line in messages), nl=False, err=True)
         if report.exit_code is not ExitCode.DONE:
             typer.echo(report_text(report), nl=False, err=True)
             raise typer.Exit(ExitCode.REFUSED)
@@ -270,7 +287,7 @@ def init(
             write_new(file, text)
     if answers.format is None and unseen(answers, records):
         typer.echo(
-            "the records are not found on this machine and are taken for PromptCompletion; give --format if they are not, or "
+            "the records are not on this machine and are assumed to be PromptCompletion; give --format if they are not, or "
             "--claims DIR if they are here",
             err=True,
         )

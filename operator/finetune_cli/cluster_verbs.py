@@ -1,4 +1,4 @@
-"""The verbs for jobs of a cluster. A NAME is a job of the cluster; with --local, or --claims, it is a run of this machine."""
+"""The verbs that look at jobs of a cluster, or, with --local or --claims, at runs on this machine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_cli.answers import Output, errors_told, print_answer
+from finetune_cli.answers import Output, print_answer, reported_errors
 from finetune_cli.exit_codes import ExitCode
+from finetune_cli.panels import Panel
 from finetune_job.names import Role
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ Namespace = Annotated[str | None, typer.Option("-n", "--namespace", help="Namesp
 Context = Annotated[str | None, typer.Option(help="Context of the kubeconfig. Unset: the current one.")]
 Everywhere = Annotated[bool, typer.Option("-A", "--all-namespaces", help="Jobs of all namespaces.")]
 Form = Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")]
-Local = Annotated[bool, typer.Option("--local", help="Look at runs on this machine instead of a cluster.")]
+Local = Annotated[bool, typer.Option("--local", help="Use runs on this machine instead of a cluster.")]
 Claims = Annotated[
     Path | None, typer.Option(help="Directory that holds a directory for each claim; implies --local. Unset: runs/claims.")
 ]
@@ -42,18 +43,18 @@ def _say(message: str) -> None:
 
 
 def first_records(claims: Path | None, claim: list[str] | None) -> FirstRecords | None:
-    """Of the claims of this machine; None if nobody says where they are and no run has left any."""
+    """Return the first records on this machine; None if no claims are named and no run has left any."""
     places = claims or DEFAULT_CLAIMS
     if claims is None and not claim and not places.is_dir():
         return None
     from finetune_cli.commands.data import FirstRecords
     from finetune_cli.local.claims import parse_claims
 
-    with errors_told():
+    with reported_errors():
         return FirstRecords(places, parse_claims(claim or []), is_given=claims is not None or claim is not None)
 
 
-@cluster_app.command("list")
+@cluster_app.command("list", rich_help_panel=Panel.LOOK)
 def list_jobs(
     *,
     namespace: Namespace = None,
@@ -65,9 +66,11 @@ def list_jobs(
     local: Local = False,
     claims: Claims = None,
 ) -> None:
-    """List the jobs of a namespace: state, stage, step, time left, loss, attempts of training, age.
+    """List the jobs of a namespace.
 
-    Exit code: 0, 2 no usable kubeconfig, 3 the cluster did not give the answer, 130 interrupted.
+    Shows state, stage, step, time left, loss, attempts of training and age.
+
+    Exit codes: 0: done; 2: no usable kubeconfig; 3: the cluster could not be read; 130: interrupted.
     """
     if local or claims is not None:
         local_runs(claims, output)
@@ -75,7 +78,7 @@ def list_jobs(
     from finetune_cli.commands.follow import repeatedly
     from finetune_cli.commands.inspect_jobs import list_changes
 
-    with errors_told():
+    with reported_errors():
         cluster = _cluster(context, namespace)
         place = "all namespaces" if everywhere else f"the namespace {cluster.namespace}"
         before: dict[str, str] | None = None
@@ -86,24 +89,31 @@ def list_jobs(
             before = {job.uid: job.resource_version for job in jobs}
 
 
-@cluster_app.command()
+@cluster_app.command(rich_help_panel=Panel.LOOK)
 def status(
     *,
     name: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Name of the job. Unset: the runs on this machine.")] = None,
     namespace: Namespace = None,
-    watch: Annotated[bool, typer.Option("-w", "--watch", help="Print again what changes, until the job has ended.")] = False,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="Print again on each change, until the job has ended.")] = False,
     curve: Annotated[
-        bool, typer.Option("--curve", help="Draw the loss of all steps, read from the workspace by a pod that lives for seconds.")
+        bool,
+        typer.Option("--curve", help="Draw the loss of all steps; a pod that lives for seconds reads it from the workspace."),
+    ] = False,
+    checkpoints: Annotated[
+        bool,
+        typer.Option("--checkpoints", help="List the checkpoints with their losses; the same pod reads them from the workspace."),
     ] = False,
     context: Context = None,
     output: Form = Output.TEXT,
     local: Local = False,
     claims: Claims = None,
 ) -> None:
-    """Show where a job is: stages, attempts, progress, loss, time left, last checkpoint, what it waits for, what to do next.
+    """Show the state of a job and what to do next.
 
-    A JOB is one of the cluster. Without one, or with --local or --claims: what was run on this machine, and how far it is.
-    Exit code: 0, 2 no such job or no usable kubeconfig, 3 the cluster did not give the answer, 130 interrupted.
+    Shows stages, attempts, progress, loss, time left, the last checkpoint, and what the job waits for. Without a JOB, or with
+    --local or --claims, it shows the runs on this machine.
+
+    Exit codes: 0: done; 2: no such job or no usable kubeconfig; 3: the cluster could not be read; 130: interrupted.
     """
     if local or claims is not None or name is None:
         local_runs(claims, output, name, namespace)
@@ -112,56 +122,59 @@ def status(
     from finetune_cli.commands.inspect_jobs import status_answer
     from finetune_cli.commands.workspace import read_run
 
-    with errors_told():
+    with reported_errors():
         cluster = _cluster(context, namespace)
-        stored = read_run(cluster, cluster.job(name)) if curve else None
+        stored = read_run(cluster, cluster.job(name)) if curve or checkpoints else None
         if stored is not None and stored.is_cut:
-            _say("the history is long: only the end of the curve was read")
-        losses = [] if stored is None else list(stored.losses)
+            _say("the history is long: only the losses at its end were read")
+        losses = list(stored.losses) if stored is not None and curve else []
+        saved = stored.checkpoints if stored is not None and checkpoints else None
         before: str | None = None
         for job in repeatedly(lambda: cluster.job(name), _say, lambda job: not watch or (job is not None and job.has_ended)):
             if job.resource_version != before:
                 before = job.resource_version
-                answer = status_answer(job, losses, is_watched=watch)
+                answer = status_answer(job, losses, saved, is_watched=watch)
                 print_answer(output, answer.text, answer.document)
 
 
 def local_runs(claims: Path | None, output: Output, name: str | None = None, namespace: str | None = None) -> None:
-    """The runs on this machine, or one of them."""
+    """Print the runs on this machine, or one of them."""
     from finetune_cli.local.known_runs import known_runs, named_runs
     from finetune_cli.render.known_runs import runs_document, runs_text
 
     place = claims or DEFAULT_CLAIMS
-    with errors_told():
+    with reported_errors():
         runs = known_runs(place) if name is None else named_runs(place, name, namespace)
         print_answer(output, lambda: runs_text(runs, place), lambda: runs_document(runs))
 
 
-@cluster_app.command()
+@cluster_app.command(rich_help_panel=Panel.LOOK)
 def logs(
     *,
     name: JobName,
     namespace: Namespace = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print what comes, until pods or run have ended.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print new lines until the pods or the run have ended.")] = False,
     stage: Annotated[Role | None, typer.Option(help="Stage. Unset: the current one, or the latest that has logs.")] = None,
     attempt: Annotated[int | None, typer.Option(min=0, help="Attempt of the stage. Unset: the latest.")] = None,
-    rank: Annotated[int | None, typer.Option(min=0, help="Rank of the training, from 0. Unset: all.")] = None,
-    failed: Annotated[bool, typer.Option("--failed", help="Only of what has failed.")] = False,
+    rank: Annotated[int | None, typer.Option(min=0, help="Rank of training, from 0. Unset: all.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only logs of what has failed.")] = False,
     since: Annotated[str | None, typer.Option(help="Only lines of the last 90s, 10m or 1h30m.")] = None,
-    tail: Annotated[int | None, typer.Option(min=1, help="Only so many lines of each pod or rank, from the end.")] = None,
+    tail: Annotated[int | None, typer.Option(min=1, help="Number of lines of each pod or rank, from the end.")] = None,
     context: Context = None,
     local: Local = False,
     claims: Claims = None,
 ) -> None:
-    """Print the logs of a job's pods, those of training that are gone, from the workspace; or of a run on this machine.
+    """Print the logs of a job.
 
-    The workspace is read by a pod that lives for seconds, with the image and the user of the job's own pods. It keeps the newest
-    8 to 16 MiB of each rank. Exit code: 0, 2 no such job or wrong arguments, 3 there is no such log, 130 interrupted.
+    Logs of training pods that are gone are read from the workspace by a pod that lives for seconds, with the image and user of
+    the job's own pods. The workspace keeps the newest 8 to 16 MiB of each rank.
+
+    Exit codes: 0: done; 2: no such job or wrong arguments; 3: there is no such log; 130: interrupted.
     """
     from finetune_cli.jobs.durations import parse_duration
     from finetune_cli.jobs.pod_logs import LogRequest
 
-    with errors_told():
+    with reported_errors():
         seconds = None if since is None else int(parse_duration(since, "--since"))
         request = LogRequest(stage, attempt, rank, failed)
         if local or claims is not None:
@@ -176,7 +189,7 @@ def logs(
 def _local_logs(
     claims: Path, name: str, namespace: str | None, request: LogRequest, *, follow: bool, tail: int | None, has_since: bool
 ) -> None:
-    """Print them. Raises LocalError."""
+    """Print the logs of a run on this machine. Raises LocalError."""
     from finetune_cli.commands.local_logs import local_log_lines
     from finetune_cli.exit_codes import LocalError
     from finetune_cli.local.known_runs import named_runs
@@ -185,13 +198,13 @@ def _local_logs(
         raise LocalError("--since: the logs of a run on this machine have no times; use --tail")
     run, *others = named_runs(claims, name, namespace)
     if others:
-        found = ", ".join(sorted(each.plan.job.namespace for each in (run, *others)))
-        raise LocalError(f"{name}: there is a run of that name in several namespaces ({found}); choose one with --namespace")
+        namespaces = ", ".join(sorted(each.plan.job.namespace for each in (run, *others)))
+        raise LocalError(f"{name}: there is a run of that name in several namespaces ({namespaces}); choose one with --namespace")
     for line in local_log_lines(run, request, tail=tail, follow=follow):
         typer.echo(line)
 
 
-@cluster_app.command()
+@cluster_app.command(rich_help_panel=Panel.LOOK)
 def wait(
     *,
     name: JobName,
@@ -203,10 +216,10 @@ def wait(
     context: Context = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Wait until a job has a condition; until it has succeeded, if none is named.
+    """Wait until a job has finished or has a condition.
 
-    Exit code: 0 it has, 1 the job failed, was deleted, or waits until a human acts, 2 wrong arguments or no such job, 3 the time
-    ran out or the cluster did not answer, 130 interrupted.
+    Exit codes: 0: the job has the condition; 1: it failed, was deleted, or needs a person; 2: wrong arguments or no such job;
+    3: the time ran out, or the cluster could not be read; 130: interrupted.
     """
     from finetune_cli.commands.follow import wait_for, wanted_condition
     from finetune_cli.commands.inspect_jobs import utc_now
@@ -214,7 +227,7 @@ def wait(
     from finetune_cli.jobs.durations import parse_duration
     from finetune_cli.render.job_status import status_document, waited_text
 
-    with errors_told():
+    with reported_errors():
         wanted, seconds = wanted_condition(condition), parse_duration(timeout, "--timeout")
         code, job = wait_for(_cluster(context, namespace), name, wanted, seconds, _say)
         now = utc_now()
@@ -226,106 +239,34 @@ def wait(
     raise typer.Exit(code)
 
 
-@cluster_app.command()
-def checkpoints(*, name: JobName, namespace: Namespace = None, context: Context = None, output: Form = Output.TEXT) -> None:
-    """List the checkpoints on a job's workspace with their losses, read by a pod that lives for seconds.
-
-    Exit code: 0, 2 no such job or no usable kubeconfig, 3 the workspace could not be read, 130 interrupted.
-    """
-    from finetune_cli.commands.workspace import checkpoints_document, checkpoints_text, read_run
-
-    with errors_told():
-        cluster = _cluster(context, namespace)
-        job = cluster.job(name)
-        run = read_run(cluster, job)
-    print_answer(output, lambda: checkpoints_text(run), lambda: checkpoints_document(job, run))
-
-
-@cluster_app.command()
-def top(
-    *, namespace: Namespace = None, everywhere: Everywhere = False, context: Context = None, output: Form = Output.TEXT
-) -> None:
-    """Show what trains now: devices, tokens per second, MFU, and the share of the time that went into steps that count.
-
-    Exit code: 0, 2 no usable kubeconfig, 3 the cluster did not give the answer.
-    """
-    from finetune_cli.commands.inspect_jobs import utc_now
-    from finetune_cli.render.jobs import top_document, top_text
-
-    with errors_told():
-        jobs, now = _cluster(context, namespace).jobs(everywhere=everywhere), utc_now()
-    print_answer(output, lambda: top_text(jobs, now), lambda: top_document(jobs, now))
-
-
-@cluster_app.command()
+@cluster_app.command(rich_help_panel=Panel.LOOK)
 def cost(
     *,
-    by: Annotated[str, typer.Option(help="team, namespace, profile, method, or label:KEY of the jobs.")] = "team",
+    by: Annotated[str, typer.Option(help="Group by team, namespace, profile, method, or label:KEY of the jobs.")] = "team",
     namespace: Namespace = None,
     everywhere: Everywhere = False,
     context: Context = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Show GPU hours and their price, from the operator's accounts or, without the right to read them, from the jobs there are.
+    """Show GPU hours and their price.
 
-    Exit code: 0, 2 wrong arguments or no usable kubeconfig, 3 the cluster did not give the answer.
+    Reads the operator's accounts, or, without the right to read them, the jobs that exist.
+
+    Exit codes: 0: done; 2: wrong arguments or no usable kubeconfig; 3: the cluster could not be read.
     """
     from finetune_cli.commands.cost import bill, bill_document, bill_text
     from finetune_cli.commands.inspect_jobs import utc_now
 
-    with errors_told():
-        found = bill(_cluster(context, namespace), by, utc_now(), everywhere=everywhere)
-    print_answer(output, lambda: bill_text(found), lambda: bill_document(found))
-
-
-@cluster_app.command()
-def compare(
-    *,
-    first: Annotated[str, typer.Argument(metavar="JOB", help="Name of a job.")],
-    second: Annotated[str, typer.Argument(metavar="JOB", help="Name of another one.")],
-    namespace: Namespace = None,
-    context: Context = None,
-    output: Form = Output.TEXT,
-) -> None:
-    """Show which settings of two jobs differ, and what came of both.
-
-    Exit code: 0, 2 no such job or no usable kubeconfig, 3 the cluster did not give the answer.
-    """
-    from finetune_cli.commands.diagnose_job import compare as compare_jobs
-
-    with errors_told():
-        answer = compare_jobs(_cluster(context, namespace), first, second)
-    print_answer(output, answer.text, answer.document)
-
-
-@cluster_app.command()
-def bundle(
-    *,
-    name: JobName,
-    namespace: Namespace = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write. Unset: JOB.tar.gz.")] = None,
-    context: Context = None,
-) -> None:
-    """Write what is known of a job into an archive to hand on: job, diagnosis, events, pods, logs, profile.
-
-    Values of variables, Secrets and what looks like a token are left out. Exit code: 0 (missing.txt in the archive names what
-    could not be read), 2 no such job, or the file exists, 3 the cluster did not give the answer.
-    """
-    from finetune_cli.commands.bundle import write_bundle
-    from finetune_cli.commands.inspect_jobs import utc_now
-
-    target = output or Path(f"{Path(name).name}.tar.gz")
-    with errors_told():
-        for missing in write_bundle(_cluster(context, namespace), name, target, utc_now()):
-            _say(f"missing: {missing}")
-    typer.echo(f"{target}")
+    with reported_errors():
+        account = bill(_cluster(context, namespace), by, utc_now(), everywhere=everywhere)
+    print_answer(output, lambda: bill_text(account), lambda: bill_document(account))
 
 
 def explain_job(name: str, context: str | None, namespace: str | None, output: Output) -> ExitCode:
-    """What is the matter with a job, printed."""
+    """Print what is wrong with a job."""
     from finetune_cli.commands.diagnose_job import examine
 
-    with errors_told():
+    with reported_errors():
         answer = examine(_cluster(context, namespace), name)
     print_answer(output, answer.text, answer.document)
     return ExitCode.DONE

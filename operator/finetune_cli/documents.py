@@ -15,14 +15,14 @@ from typing import Any
 import yaml
 
 from finetune_job.catalogue.book import make_finding
-from finetune_job.finding import UNREADABLE, Finding
+from finetune_job.finding import INVALID_FIELD, Finding
 
 MAX_FILE_BYTES = 16_000_000
 MAX_FILE_VALUES = 500_000
 MAX_BYTES = 1_500_000
 """The API server takes no larger objects."""
 MAX_VALUES = 100_000
-"""Of one document, each alias counted as what it names."""
+"""Most values of one document; each alias counts as what it names."""
 MAX_DEPTH = 64
 LARGEST_INTEGER = 2**63 - 1
 _MERGE = "tag:yaml.org,2002:merge"
@@ -42,7 +42,7 @@ class Document:
     """One document of a file."""
 
     number: int
-    """From 1."""
+    """Number of the document, from 1."""
     content: Any
     file: str = ""
 
@@ -63,7 +63,7 @@ def objects_of(document: Document) -> list[Document]:
 
 def problem(field: str, value: object, message: str, fix: str) -> Finding:
     """A finding about the input itself."""
-    return make_finding(UNREADABLE, field=field, value=str(value), message=message, fix=fix)
+    return make_finding(INVALID_FIELD, field=field, value=str(value), message=message, fix=fix)
 
 
 # libyaml's loader is ten times as fast, and its Python interface has the same constructors.

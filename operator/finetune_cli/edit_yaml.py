@@ -29,7 +29,7 @@ _JSON_INDENT = re.compile(r"\{\n( +)")
 _CHILD = re.compile(r"^( *)[^\s#-][^\n]*:[ \t]*(?:#[^\n]*)?\r?\n(?:[ \t]*(?:#[^\n]*)?\r?\n)*+(?=( *)(- +|[^\s-]))", re.MULTILINE)
 """A key with nothing but comments behind it, and the begin of its value on a later line."""
 _UNKNOWN_LAYOUT = (YAMLError, ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError)
-"""What ruamel raises for layouts that it does not know, and tags, aliases and merge keys for changes that do not fit them."""
+"""Errors that ruamel raises for unknown layouts, and that tags, aliases and merge keys raise for changes that do not fit them."""
 
 
 class _WordsAreText(VersionedResolver):
@@ -89,7 +89,7 @@ def _changed(chunk: str, before: Mapping[str, Any], wanted: dict[str, Any]) -> s
 
 
 def _changed_json(chunk: str, wanted: dict[str, Any]) -> str:
-    """The same of JSON, whose line breaks ruamel would lose. Raises ValueError if the document is something else."""
+    """The changed text of a JSON document, whose line breaks ruamel would lose. Raises ValueError if it is not JSON."""
     json.loads(chunk)
     indent = _JSON_INDENT.match(chunk)
     tail = chunk[len(chunk.rstrip()) :]
@@ -131,10 +131,10 @@ def _dumped(root: Any, layout: str) -> str:
 
 def _reads_as(text: str, contents: Mapping[int, Any]) -> bool:
     try:
-        found = {document.number: document.content for document in read_documents(text)}
+        read = {document.number: document.content for document in read_documents(text)}
     except DocumentError:
         return False
-    return json.dumps(found, sort_keys=True) == json.dumps(contents, sort_keys=True)
+    return json.dumps(read, sort_keys=True) == json.dumps(contents, sort_keys=True)
 
 
 def _change(node: Any, before: Any, after: Any) -> None:
@@ -203,8 +203,8 @@ def _remove(node: CommentedMap, key: str) -> None:
 
 
 def _token(node: Any, key: Any) -> Any:
-    found = node.ca.items.get(key)
-    return None if found is None else found[0 if isinstance(node, CommentedSeq) else 2]
+    comments = node.ca.items.get(key)
+    return None if comments is None else comments[0 if isinstance(node, CommentedSeq) else 2]
 
 
 def _last_entry(node: Any, key: Any) -> tuple[Any, Any]:

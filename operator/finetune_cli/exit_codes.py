@@ -4,17 +4,17 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What the caller of a command may rely on."""
+    """Exit codes that callers may rely on."""
 
     DONE = 0
-    """Accepted, or run to the end."""
+    """Accepted, or done."""
     REFUSED = 1
-    """A rule or preflight says that the job cannot work; of `wait`: the job failed, or waits until a human acts;
-    of `audit` and `reproduce`: something differs."""
+    """A rule or preflight says that the job cannot work. For `wait`: the job failed or needs a person. For `audit` and
+    `reproduce`: something differs."""
     UNUSABLE = 2
-    """The input cannot be read as what it should be; also wrong arguments, such as the name of a job that does not exist."""
+    """The input is not what it should be, or an argument is wrong, such as the name of a job that does not exist."""
     FAILED = 3
-    """A run failed. Also: a cluster did not give what was asked for; of `wait`: the time ran out."""
+    """A run failed, the cluster could not be read, or the API server rejected the request. For `wait`: the time ran out."""
     INTERRUPTED = 130
     """Ended by SIGINT or SIGTERM; a run can be continued."""
 

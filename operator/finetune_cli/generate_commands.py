@@ -36,10 +36,10 @@ def _exit_codes() -> str:
 def _section(name: str, command: Any) -> str:
     arguments = [_argument(each) for each in command.params if each.param_type_name == "argument"]
     head = " ".join(["finetune", name, *arguments])
-    said = "\n\n".join(" ".join(part.split()) for part in command.help.split("\n\n"))
+    help_text = "\n\n".join(" ".join(part.split()) for part in command.help.split("\n\n"))
     rows = [_row(each) for each in command.params if not getattr(each, "hidden", False)]
     table = ["| argument | meaning |", "|---|---|", *rows, ""] if rows else []
-    return "\n".join([f"## {head}\n", f"{said}\n", *table])
+    return "\n".join([f"## {head}\n", f"{help_text}\n", *table])
 
 
 def _argument(parameter: Any) -> str:

@@ -29,7 +29,7 @@ _FEW = 2
 
 def page() -> str:
     """The whole page in Markdown."""
-    devices = [*(f"* `{path}`: {told}" for path, told in DEVICES.items()), ""]
+    devices = [*(f"* `{path}`: {what}" for path, what in DEVICES.items()), ""]
     return "\n".join([_HEAD + "\n".join(devices), *(_table(kind) for kind in (JOB_KIND, PROFILE_KIND))])
 
 
@@ -47,8 +47,8 @@ def _table(kind: str) -> str:
 
 
 def _once(fields: Sequence[FieldFacts]) -> Iterator[tuple[FieldFacts, str]]:
-    """With what each means. What each role has would fill pages, so the fields of an object like one before are left out."""
-    told: dict[tuple[tuple[str, ...], ...], str] = {}
+    """Fields with their meanings, without those of an object like an earlier one: those of each role would fill pages."""
+    seen: dict[tuple[tuple[str, ...], ...], str] = {}
     repeated: tuple[str, ...] = ()
     for field in fields:
         if field.path.startswith(repeated):
@@ -56,7 +56,7 @@ def _once(fields: Sequence[FieldFacts]) -> Iterator[tuple[FieldFacts, str]]:
         start = (f"{field.path}.", f"{field.path}[].")
         below = [each for each in fields if each.path.startswith(start)]
         facts = tuple((each.path.removeprefix(field.path), each.type, each.bounds, each.default, each.meaning) for each in below)
-        first = told.setdefault(facts, field.path) if len(below) > _FEW else field.path
+        first = seen.setdefault(facts, field.path) if len(below) > _FEW else field.path
         if first != field.path:
             repeated += start
         yield field, field.meaning if first == field.path else f"{field.meaning} Its fields are those of `{first}`."

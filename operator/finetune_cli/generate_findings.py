@@ -42,9 +42,9 @@ def _section(entry: Entry) -> str:
 
 
 def _status() -> str:
-    said = [word for word in words() if word.failure is None]
-    kinds = list(dict.fromkeys(word.kind for word in said))
-    return "\n".join(_table(kind, [word for word in said if word.kind == kind]) for kind in kinds)
+    listed = [word for word in words() if word.failure is None]
+    kinds = list(dict.fromkeys(word.kind for word in listed))
+    return "\n".join(_table(kind, [word for word in listed if word.kind == kind]) for kind in kinds)
 
 
 def _table(kind: str, listed: list[Word]) -> str:

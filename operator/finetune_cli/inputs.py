@@ -52,7 +52,7 @@ def _files(name: str) -> list[str]:
     directory = Path(name)
     if name == STANDARD_INPUT or not directory.is_dir():
         return [name]
-    found = sorted(str(path) for path in directory.iterdir() if path.suffix in SUFFIXES and path.is_file())
-    if not found:
+    files = sorted(str(path) for path in directory.iterdir() if path.suffix in SUFFIXES and path.is_file())
+    if not files:
         raise InputError(f"{name}: holds no {', '.join(SUFFIXES)}; give a file or a directory of manifests")
-    return found
+    return files

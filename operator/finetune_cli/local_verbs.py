@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life, text_of
+from finetune_cli.answers import Output, print_answer, reported_errors, signs_of_life, text_of
 from finetune_cli.cluster_verbs import DEFAULT_CLAIMS, ClaimPaths, Claims, Context, Local
 from finetune_cli.exit_codes import LocalError
+from finetune_cli.panels import Panel
 from finetune_job.api.enumerations import LARGEST_SHARD, Dtype, MergeBase
 
 if TYPE_CHECKING:
@@ -29,31 +30,36 @@ class BaseForm(StrEnum):
     DEQUANTIZED = MergeBase.DEQUANTIZED.value
 
 
-@local_app.command()
+@local_app.command(rich_help_panel=Panel.TRAIN)
 def run(
     *,
     file: Annotated[str, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")],
     claims: ClaimsDirectory = DEFAULT_CLAIMS,
     claim: ClaimPaths = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write the results here instead of output.destination.")] = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Write the results here instead of to output.destination.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove the job's workspace and start over.")] = False,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Train on so many ranks, to the same bytes: for training.reduction Ordered.")
+        int | None,
+        typer.Option(min=1, help="Number of ranks; the result has the same bytes. Requires training.reduction: Ordered."),
     ] = None,
     output: Annotated[
-        Output, typer.Option("-o", "--output", help="Form of the answer; with json and yaml all else goes to standard error.")
+        Output,
+        typer.Option("-o", "--output", help="Form of the answer; with json and yaml everything else goes to standard error."),
     ] = Output.TEXT,
 ) -> None:
-    """Run a job as processes of this machine: fetch, preflight, training, merge, verification, publication.
+    """Run a job on this machine.
 
-    Run it again to continue after an interruption. Exit code: 0 done, 1 refused, 2 unusable input, 3 failed, 130 interrupted.
+    Runs fetch, preflight, training, merge, verification and publication as processes. Run the command again to continue after an
+    interruption.
+
+    Exit codes: 0: done; 1: refused; 2: unusable input; 3: failed; 130: interrupted.
     """
     from rich.console import Console
 
     from finetune_cli.commands.run import Options, run_document, run_job, run_text
     from finetune_cli.local.claims import parse_claims
 
-    with errors_told():
+    with reported_errors():
         options = Options(
             claims=claims, claim_paths=parse_claims(claim or []), output_directory=output_dir, fresh=fresh, ranks=ranks
         )
@@ -62,94 +68,105 @@ def run(
     raise typer.Exit(end.exit_code)
 
 
-@local_app.command()
+@local_app.command(rich_help_panel=Panel.LOOK)
 def attach(
     name: Annotated[str, typer.Argument(help="Name of the job.")],
     namespace: RunNamespace = "default",
     claims: ClaimsDirectory = DEFAULT_CLAIMS,
 ) -> None:
-    """Follow a job that another command runs on this machine, until it ends. Ctrl-C ends this command alone."""
+    """Follow a job that runs on this machine.
+
+    Ctrl-C ends only this command.
+    """
     from rich.console import Console
 
     from finetune_cli.local.known_runs import attach as follow
     from finetune_cli.local.known_runs import find_run
     from finetune_cli.render.run import LiveView
 
-    with errors_told():
-        found = find_run(claims, name, namespace)
+    with reported_errors():
+        run_directory = find_run(claims, name, namespace)
         with LiveView(Console(highlight=False), name) as view:
-            follow(found, view)
+            follow(run_directory, view)
 
 
-@local_app.command()
+@local_app.command(rich_help_panel=Panel.CHANGE)
 def stop(
     name: Annotated[str, typer.Argument(help="Name of the job.")],
     namespace: RunNamespace = "default",
     claims: ClaimsDirectory = DEFAULT_CLAIMS,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for its end.")] = 600,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait until it ends.")] = 600,
 ) -> None:
-    """Have a job that runs on this machine save its state and end; `finetune run` continues it. Exit code: 0 it has ended."""
+    """Stop a job that runs on this machine.
+
+    The job saves its state and ends; `finetune run` continues it.
+
+    Exit code: 0: it has ended.
+    """
     from finetune_cli.local.known_runs import find_run
     from finetune_cli.local.known_runs import stop as stop_run
 
-    with errors_told(), signs_of_life(f"waiting for {namespace}/{name} to save its state and end"):
+    with reported_errors(), signs_of_life(f"waiting for {namespace}/{name} to save its state and end"):
         stop_run(find_run(claims, name, namespace), timeout)
 
 
-@local_app.command()
+@local_app.command(rich_help_panel=Panel.TRAIN)
 def rehearse(
     file: Annotated[str, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")],
     claims: ClaimsDirectory = DEFAULT_CLAIMS,
     claim: ClaimPaths = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 300,
+    timeout: Annotated[float, typer.Option(min=1, help="Time limit in seconds.")] = 300,
 ) -> None:
-    """Try a job on a scaled-down model: train, kill, resume, save, merge and verify, on two CPU ranks. Takes about a minute.
+    """Rehearse a job on a scaled-down model.
 
-    Reads the model's configuration and headers, no weights and no data. Exit code: 0 passed, 1 the job would not go right,
-    2 unusable input, 3 could not be tried to the end, 130 interrupted.
+    Trains, kills, resumes, saves, merges and verifies on two CPU ranks, in about a minute. Reads the model's configuration and
+    headers, but no weights and no data.
+
+    Exit codes: 0: passed; 1: the job would fail; 2: unusable input; 3: the rehearsal could not finish; 130: interrupted.
     """
     from finetune_cli.commands.rehearse import rehearse_job
     from finetune_cli.commands.run import Options
     from finetune_cli.local.claims import parse_claims
 
-    with errors_told():
+    with reported_errors():
         options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=None, fresh=False)
         code = rehearse_job(text_of(file), options, timeout)
     raise typer.Exit(code)
 
 
-@local_app.command()
+@local_app.command(rich_help_panel=Panel.RESULTS)
 def merge(
     *,
     base: Annotated[Path, typer.Option(help="Directory of the base model.")],
     adapter: Annotated[
-        list[Path], typer.Option(help="Directory of an adapter in PEFT's layout; repeated: merged in this order.")
+        list[Path], typer.Option(help="Directory of an adapter in PEFT's layout; may be repeated, and is merged in this order.")
     ],
-    output: Annotated[Path, typer.Option(help="Directory of the merged model; made, and complete once it exists.")],
+    output: Annotated[Path, typer.Option(help="Directory of the merged model; it is created, and complete once it exists.")],
     dtype: Annotated[Dtype | None, typer.Option(help="Element type of the merged weights. Unset: the base's own.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight shard.")] = LARGEST_SHARD,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the result with base and adapter.")] = True,
     prompts: Annotated[Path | None, typer.Option(help="File with a prompt on each line for the comparison of logits.")] = None,
     base_form: Annotated[
         BaseForm,
-        typer.Option(
-            help="What an adapter of QLoRA or QDoRA is added to: Original, as stored, or Dequantized, as it saw it in training."
-        ),
+        typer.Option(help="Base for an adapter of QLoRA or QDoRA: Original, as stored, or Dequantized, as training saw it."),
     ] = BaseForm.ORIGINAL,
     quantization: Annotated[
         str | None,
         typer.Option(
-            help="How a QLoRA or QDoRA training packed its base, as JSON of spec.method.quantization: for the comparison too."
+            help="How QLoRA or QDoRA packed the base, as JSON of spec.method.quantization; also used for the comparison."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Device that multiplies and compares logits, by torch's name.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device for products and for the comparison of logits, by torch's name.")] = "cpu",
     form: Annotated[
-        Output, typer.Option("-o", "--form", help="Form of the answer; with json and yaml all else goes to standard error.")
+        Output,
+        typer.Option("-o", "--form", help="Form of the answer; with json and yaml everything else goes to standard error."),
     ] = Output.TEXT,
 ) -> None:
-    """Merge adapters into a base model on this machine, in memory that does not grow with the model.
+    """Merge adapters into a base model.
 
-    Run it again to continue after an interruption. Exit code: 0 done, 1 refused, 2 unusable input, 3 failed, 130 interrupted.
+    Runs on this machine, and its memory does not grow with the model. Run the command again to continue after an interruption.
+
+    Exit codes: 0: done; 1: refused; 2: unusable input; 3: failed; 130: interrupted.
     """
     from rich.console import Console
 
@@ -169,34 +186,34 @@ def merge(
         MergeBase(base_form),
         quantization,
     )
-    with errors_told():
+    with reported_errors():
         end = merge_order(order, Console(highlight=False, stderr=form is not Output.TEXT))
     print_answer(form, lambda: merge_text(end, order), lambda: merge_document(end))
     raise typer.Exit(end.exit_code)
 
 
 RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="Name of a run of this machine, or its directory below .finetune of the claims.")
+    str, typer.Argument(metavar="RUN", help="Name of a run on this machine, or its directory below .finetune of the claims.")
 ]
 AnyNamespace = Annotated[str | None, typer.Option("-n", "--namespace", help="Namespace in the job's manifest. Unset: any.")]
 ReplayRanks = Annotated[
     int | None,
-    typer.Option(min=1, help="Compute on so many ranks: for training.reduction Ordered. Unset: as many as trained last."),
+    typer.Option(min=1, help="Number of ranks; requires training.reduction: Ordered. Unset: as many as trained last."),
 ]
-Scratch = Annotated[Path | None, typer.Option(help="Directory for what is computed again. Unset: that of temporary files.")]
+Scratch = Annotated[
+    Path | None, typer.Option(help="Directory for the recomputed files. Unset: the directory of temporary files.")
+]
 AuditForm = Annotated[
-    Output, typer.Option("-o", "--output", help="Form of the answer; with json and yaml all else goes to standard error.")
+    Output, typer.Option("-o", "--output", help="Form of the answer; with json and yaml everything else goes to standard error.")
 ]
 
 
-@local_app.command()
+@local_app.command(rich_help_panel=Panel.RESULTS)
 def audit(
     *,
     run: RunName,
-    intervals: Annotated[int, typer.Option(min=1, help="Intervals between kept checkpoints that are drawn.")] = 3,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Seed of the draw, to repeat one. Unset: another one each time.")
-    ] = None,
+    intervals: Annotated[int, typer.Option(min=1, help="Number of intervals between kept checkpoints to draw.")] = 3,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the draw, to repeat one. Unset: random.")] = None,
     ranks: ReplayRanks = None,
     namespace: AnyNamespace = None,
     claims: ClaimsDirectory = DEFAULT_CLAIMS,
@@ -204,10 +221,13 @@ def audit(
     scratch: Scratch = None,
     output: AuditForm = Output.TEXT,
 ) -> None:
-    """Prove a run: compare all its parts by their digests, and compute drawn intervals between its checkpoints again.
+    """Prove a run by recomputing parts of it.
 
-    The run is only read. Exit code: 0 nothing differs, 1 something does, 2 unusable input, 3 it could not be computed again,
-    130 interrupted.
+    Compares all parts of the run by their digests, and computes randomly drawn intervals between checkpoints again. The run is
+    only read.
+
+    Exit codes: 0: nothing differs; 1: something differs; 2: unusable input; 3: it could not be computed again;
+    130: interrupted.
     """
     from rich.console import Console
 
@@ -216,36 +236,39 @@ def audit(
     from finetune_cli.local.claims import parse_claims
     from finetune_cli.render.audit import audit_document, audit_text
 
-    with errors_told():
+    with reported_errors():
         order = AuditOrder(run, claims, namespace, parse_claims(claim or []), ranks, scratch)
         end = audit_run(order, intervals, seed, Console(highlight=False, stderr=output is not Output.TEXT))
     print_answer(output, lambda: audit_text(end), lambda: audit_document(end))
     raise typer.Exit(end.exit_code)
 
 
-@local_app.command()
+@local_app.command(rich_help_panel=Panel.RESULTS)
 def reproduce(
     *,
     job: Annotated[
         str,
         typer.Argument(
             metavar="JOB",
-            help="Name of a job of the cluster; with --local or --claims that of a run of this machine, or its directory.",
+            help="Name of a job of the cluster; with --local or --claims, name or directory of a run on this machine.",
         ),
     ],
     wait: Annotated[
-        bool, typer.Option("--wait", help="Show how far the new job is until it has ended, and compare. Ctrl-C ends this alone.")
+        bool,
+        typer.Option(
+            "--wait", help="Show the progress of the new job until it ends, then compare. Ctrl-C ends only this command."
+        ),
     ] = False,
     nodes: Annotated[
         int | None,
-        typer.Option(min=1, help="Train as many ranks on so many nodes: for training.reduction Ordered. Unset: as the job does."),
+        typer.Option(
+            min=1, help="Spread the ranks over so many nodes; requires training.reduction: Ordered. Unset: as the job does."
+        ),
     ] = None,
     new_name: Annotated[str | None, typer.Option("--name", help="Name of the new job. Unset: JOB-reproduced.")] = None,
     namespace: Annotated[
         str | None,
-        typer.Option(
-            "-n", "--namespace", help="Namespace. Unset: that of the kubeconfig's context; of a run of this machine any."
-        ),
+        typer.Option("-n", "--namespace", help="Namespace. Unset: the kubeconfig context's; for a run of this machine, any."),
     ] = None,
     context: Context = None,
     local: Local = False,
@@ -255,12 +278,14 @@ def reproduce(
     scratch: Scratch = None,
     output: AuditForm = Output.TEXT,
 ) -> None:
-    """Run the plan of a job again from nothing, and compare the bytes of what comes out with its result.
+    """Run a job again and compare the results.
 
-    A job of the cluster is run again as a job of its own, which publishes nothing; call the command again to compare. A run of
-    this machine (--local, --claims, --claim, --ranks, --scratch, or its directory) is run again here, and only read.
-    Exit code: 0 the same, or the new job was created, 1 different or refused, 2 unusable input, 3 it could not be run again, or
-    has not ended, 130 interrupted.
+    Runs the plan of the job again from nothing, and compares the bytes of the result. A job of the cluster runs again as a new
+    job that publishes nothing; call the command again to compare. A run of this machine (--local, --claims, --claim, --ranks,
+    --scratch, or its directory) runs again here, and is only read.
+
+    Exit codes: 0: the same, or the new job was created; 1: different or refused; 2: unusable input; 3: it could not run again, or
+    has not ended; 130: interrupted.
     """
     from finetune_cli.local.run_directory import RunDirectory
     from finetune_cli.render.audit import AuditEnd, audit_document, audit_text
@@ -276,7 +301,7 @@ def reproduce(
     of_cluster = {"--wait": wait, "--nodes": nodes is not None, "--name": new_name is not None, "--context": context is not None}
     here, there = ([name for name, is_given in each.items() if is_given] for each in (of_machine, of_cluster))
     end: Change | AuditEnd
-    with errors_told():
+    with reported_errors():
         if here and there:
             raise LocalError(f"{there[0]}: is for a job of a cluster, and {here[0]} is for a run of this machine; leave one out")
         if here:
@@ -292,8 +317,8 @@ def reproduce(
             from finetune_cli.cluster.objects import Cluster
             from finetune_cli.commands.reproduce_job import ReproductionOrder, reproduce_job
 
-            def tell(said: str) -> None:
-                typer.echo(said.rstrip(), err=output is not Output.TEXT)
+            def tell(message: str) -> None:
+                typer.echo(message.rstrip(), err=output is not Output.TEXT)
 
             end = reproduce_job(Cluster(context, namespace), ReproductionOrder(job, new_name, nodes, waits=wait), tell)
     if isinstance(end, AuditEnd):

@@ -6,7 +6,6 @@ true. A finding's changes have been tried: with them the field is accepted, and 
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -15,12 +14,12 @@ from finetune_cli.corrections.reading import read, with_generated_name
 from finetune_job.api.job import FineTuneJob
 from finetune_job.api.profile import FineTuneProfile
 from finetune_job.catalogue.book import make_finding
-from finetune_job.finding import UNREADABLE, Finding
+from finetune_job.finding import INVALID_FIELD, Finding
 from finetune_job.names import JOB_KIND
 
 # The corrections are imported by the functions that need them: most manifests have no mistake.
 if TYPE_CHECKING:
-    from finetune_cli.corrections.trial import Correction
+    from finetune_cli.corrections.one_pass import Correction
     from finetune_cli.corrections.wrong_field import WrongField
 
 M = TypeVar("M", bound=BaseModel)
@@ -29,12 +28,7 @@ _METADATA = (
     "generation", "labels", "managedFields", "name", "namespace", "ownerReferences", "resourceVersion", "selfLink", "uid",
 )  # fmt: skip
 """Fields of every object of Kubernetes."""
-_MOST_TRIED = 256
-"""Findings of a document whose changes are tried: more than a person writes by mistake."""
-_LEAST_TRIED = 16
-_TRIED_CHARACTERS = 1_000_000
-"""Each try reads the whole document a few times: of a large one, fewer findings are tried."""
-_UNTRIED = "correct the fields above first; then a fix is told"
+_NOT_CORRECTED = "correct the fields above first; then validate again"
 _OBJECT = "write an object with apiVersion, kind, metadata and spec"
 
 
@@ -61,7 +55,7 @@ def _unknown_metadata(content: Any) -> list[Finding]:
     metadata = content.get("metadata") if isinstance(content, dict) else None
     if not isinstance(metadata, dict):
         return []
-    found = []
+    findings = []
     for name in metadata:
         if name not in _METADATA:
             from finetune_cli.corrections.wrong_field import nearest, value_text
@@ -70,9 +64,9 @@ def _unknown_metadata(content: Any) -> list[Finding]:
             fix = f"write {near[0]}" if near else f"remove metadata.{name}, or make it a label or an annotation"
             changes = {f"metadata.{name}": None, **({f"metadata.{near[0]}": metadata[name]} if near else {})}
             has_path = "." not in name
-            found.append(
+            findings.append(
                 make_finding(
-                    UNREADABLE,
+                    INVALID_FIELD,
                     field=f"metadata.{name}",
                     value=value_text(metadata[name]),
                     message="there is no such field",
@@ -81,44 +75,36 @@ def _unknown_metadata(content: Any) -> list[Finding]:
                     is_proposal=near is None or not near[1],
                 )
             )
-    return found
+    return findings
 
 
 def _parse(model: type[M], content: Any) -> M | list[Finding]:
     try:
         return read(model, content)
-    except ValidationError as error:
-        return _findings(model, content, error)
+    except ValidationError:
+        return _findings(model, content)
 
 
-def _findings(model: type[BaseModel], content: Any, error: ValidationError) -> list[Finding]:
-    from finetune_cli.corrections.trial import corrections_of, wrong_fields
+def _findings(model: type[BaseModel], content: Any) -> list[Finding]:
+    from finetune_cli.corrections.one_pass import corrections_of, wrong_fields
 
-    fields = wrong_fields(model, content, error)
-    most = min(max(_TRIED_CHARACTERS // len(json.dumps(content)), _LEAST_TRIED), _MOST_TRIED)
-    tried = [wrong for wrong in fields.values() if wrong.place][:most]
-    corrections = corrections_of(tried, fields)
-    written = [name for wrong in tried if wrong.kind != "missing" for name in corrections[wrong.name].written]
-    return [
-        _finding(wrong, corrections.get(wrong.name))
-        for wrong in fields.values()
-        # What is missing may be there under another name.
-        if wrong.kind != "missing" or not any(f"{name}.".startswith(f"{wrong.name}.") for name in written)
-    ]
+    fields = wrong_fields(model, content)
+    corrections = corrections_of(model, content, fields)
+    return [_finding(fields[name], correction) for name, correction in corrections.items()]
 
 
 def _finding(wrong: WrongField, correction: Correction | None) -> Finding:
-    """correction: None if none was tried."""
+    """correction: None if there were too many wrong fields."""
     from finetune_cli.corrections.reasons import reason_of
     from finetune_cli.corrections.wrong_field import shortened, value_text
 
-    untried = _UNTRIED if wrong.place else _OBJECT
+    uncorrected = _NOT_CORRECTED if wrong.place else _OBJECT
     return make_finding(
-        UNREADABLE,
+        INVALID_FIELD,
         field=wrong.name,
         value="unset" if wrong.kind == "missing" else value_text(wrong.value),
         message=(correction.message if correction is not None else "") or reason_of(wrong),
-        fix=shortened(correction.fix, 400) if correction is not None else untried,
+        fix=shortened(correction.fix, 400) if correction is not None else uncorrected,
         changes={change.field: change.value for change in (correction.changes if correction is not None else ())},
         is_proposal=correction is not None and not correction.is_certain,
     )

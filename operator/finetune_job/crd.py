@@ -18,7 +18,7 @@ from finetune_job.api.documentation import field_docs
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.api.status import FineTuneJobStatus, FineTuneProfileStatus
-from finetune_job.finding import UNREADABLE
+from finetune_job.finding import INVALID_FIELD
 from finetune_job.names import (
     GROUP,
     JOB_KIND,
@@ -45,7 +45,7 @@ FROZEN_FIELDS_OF_RUN = ("queueName", "priorityClassName")
 """But for these, which are part of the plan."""
 
 
-KEY_LENGTH = f"{UNREADABLE}: the length of keys is bounded"
+KEY_LENGTH = f"{INVALID_FIELD}: the length of keys is bounded"
 HEADER = "# Generated from the API models by `make generate`; do not edit.\n"
 
 
@@ -152,7 +152,7 @@ def _without_nulls(value: Any) -> Any:
 def _add_conditions(spec: Schema) -> None:
     for condition in CONDITIONS:
         rule = rule_by_id(condition.rule)
-        if condition.rule != UNREADABLE and (rule is None or rule.severity != "error"):
+        if condition.rule != INVALID_FIELD and (rule is None or rule.severity != "error"):
             raise ValueError(f"the rule book has no error {condition.rule}, which a condition of the schema refuses by")
         validation = {"rule": condition.holds, "message": condition.message, "reason": "FieldValueInvalid"}
         if condition.field:
@@ -206,7 +206,7 @@ def job_crd() -> Schema:
         *_freeze_rules(spec),
         {
             "rule": f"self.metadata.name.size() <= {MAX_JOB_NAME}",
-            "message": f"{UNREADABLE}: the name of a {JOB_KIND} may have at most {MAX_JOB_NAME} characters, "
+            "message": f"{INVALID_FIELD}: the name of a {JOB_KIND} may have at most {MAX_JOB_NAME} characters, "
             "because it is used in labels",
             "reason": "FieldValueInvalid",
         },

@@ -9,8 +9,8 @@ from pydantic.json_schema import SkipJsonSchema
 MAX_ID_LENGTH = 128
 MAX_TEXT_LENGTH = 4096
 """Characters of a text in status."""
-UNREADABLE = "unreadable"
-"""In place of a rule's id if the input itself is at fault: it is not an object of this API."""
+INVALID_FIELD = "invalid-field"
+"""Id of the finding for a field that the schema refuses, and for input that is no object of this API."""
 Severity = Literal["error", "warning"]
 TEXTS = ("field", "value", "message", "fix", "source")
 """Fields of a finding that have any length."""

@@ -104,11 +104,10 @@ def test_its_logs_losses_and_checkpoints_are_read_from_the_workspace(stack: Stac
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    status = json.loads(finetune("status", "undisturbed", "--curve", "-o", "json"))
+    status = json.loads(finetune("status", "undisturbed", "--curve", "--checkpoints", "-o", "json"))
     assert len(status["losses"]) == status["totalSteps"] > 0
     assert status["losses"][-1] == pytest.approx(float(status["loss"]), rel=1e-5)
-    steps = [each["step"] for each in json.loads(finetune("checkpoints", "undisturbed", "-o", "json"))["checkpoints"]]
-    assert steps[-1] == status["totalSteps"]
+    assert status["checkpoints"][-1]["step"] == status["totalSteps"]
     of_pods = finetune("logs", "undisturbed", "--stage", "train", "--rank", "0")
     assert {line.partition("[rank ")[2].partition("]")[0] for line in of_pods.splitlines()} == {"0"}
     stack.cluster.kubectl("delete", "pods", "-n", NAMESPACE, "-l", "finetune.dev/job=undisturbed,finetune.dev/role=train")

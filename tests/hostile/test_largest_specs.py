@@ -19,7 +19,7 @@ from finetune_cli.manifest import parse_job as parse_strictly
 from finetune_job.api.job import FineTuneJobSpec, parse_job
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.api.size import MAX_PROFILE_BYTES, MAX_SPEC_BYTES, check_size, json_bytes
-from finetune_job.finding import UNREADABLE
+from finetune_job.finding import INVALID_FIELD
 from finetune_job.names import API_VERSION, JOB_KIND
 from finetune_job.plan.digest import canonical_json, plan_sha256
 from finetune_job.plan.resolve import resolve
@@ -268,7 +268,7 @@ def test_what_is_larger_is_measured_and_not_read(changes: Any, named: str, size:
     assert f"shorten {named}" in error["msg"]
     found = parse_strictly(document)
     assert isinstance(found, list)
-    assert [(finding.rule, finding.field) for finding in found] == [(UNREADABLE, "spec")]
+    assert [(finding.rule, finding.field) for finding in found] == [(INVALID_FIELD, "spec")]
     assert found[0].fix.startswith(f"shorten {named}")
 
 

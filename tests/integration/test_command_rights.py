@@ -28,15 +28,12 @@ pytestmark = pytest.mark.integration
 TOLD = {
     "list": ("list", "failed "),
     "status JOB": ("status running", "running: Running, train"),
-    "status JOB --curve": ("status succeeded --curve", "curve:  █▁  2.4 to 1.2"),
+    "status JOB --curve --checkpoints": ("status succeeded --curve --checkpoints", "curve:  █▁  2.4 to 1.2"),
     "wait JOB": ("wait succeeded", "succeeded: Finished"),
     "logs JOB, of pods that exist": ("logs running", "ready"),
     "logs JOB, of pods that are gone": ("logs succeeded", "[rank-00000] loss 1.2"),
-    "checkpoints JOB": ("checkpoints succeeded", "60 "),
     "explain job/JOB": ("explain job/failed", "DeviceOutOfMemory"),
-    "top": ("top", "running "),
     "cost": ("cost", "vision"),
-    "compare JOB JOB": ("compare failed succeeded", "Failed"),
     "download JOB DIR": ("download succeeded {word}", "1 file,"),
     "submit FILE": ("submit {word}.yaml", "{word}: created"),
     "submit FILE --watch": ("submit {word}.yaml --watch", "{word}: Succeeded"),
@@ -47,7 +44,6 @@ TOLD = {
     "retry JOB, that has ended": ("retry failed", "failed-2: created"),
     "fork JOB": ("fork succeeded", "name: succeeded-2"),
     "reproduce JOB": ("reproduce succeeded", "succeeded-reproduced: created"),
-    "bundle JOB": ("bundle running -o {word}.tar.gz", "{word}.tar.gz"),
 }
 """Of each command a line, and what its answer has with the least rights. {word} is another one each time."""
 

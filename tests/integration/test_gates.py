@@ -11,7 +11,7 @@ import pytest
 from finetune_cli.manifest import parse_job
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.crd import KEY_LENGTH
-from finetune_job.finding import UNREADABLE
+from finetune_job.finding import INVALID_FIELD
 from finetune_job.names import API_VERSION, JOB_KIND, PROFILE_KIND
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.cel import CONDITIONS
@@ -107,7 +107,7 @@ def test_every_condition_refuses_what_its_rule_refuses_and_nothing_else(workload
         broken = conditions_of(causes)
         errors = errors_of(document)
         # Rules are asked only about what the models take; the API server tries conditions next to its schema.
-        assert identifiers(broken) <= errors or UNREADABLE in errors & identifiers(broken), (changes, causes)
+        assert identifiers(broken) <= errors or INVALID_FIELD in errors & identifiers(broken), (changes, causes)
         met |= {(message, _place(cause["field"])) for cause in causes for message in broken if message in cause["message"]}
     reported = {message for message, _ in met}
     assert [one.message for one in CONDITIONS if one.message not in reported] == []
@@ -135,7 +135,7 @@ def test_keys_have_a_greatest_length_which_a_schema_cannot_say(workload: Workloa
     (cause,) = answer(workload.kube, workload.namespace, job(manifest(too_long)))
     assert cause["field"] == f"spec.method.lora.{pattern}"
     assert KEY_LENGTH in cause["message"]
-    assert errors_of(job(manifest(too_long))) == {UNREADABLE}
+    assert errors_of(job(manifest(too_long))) == {INVALID_FIELD}
 
 
 def test_a_plain_manifest_is_taken(workload: Workload) -> None:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from finetune_cli.manifest import parse_job as parse_strictly
 from finetune_job.api.job import FineTuneJobSpec, parse_job
-from finetune_job.finding import UNREADABLE
+from finetune_job.finding import INVALID_FIELD
 from finetune_job.names import JOB_KIND
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.rule import RuleContext
@@ -76,7 +76,7 @@ def compared(kube: Kube, namespace: str, document: Document, validation: str) ->
         assert broken, f"the models take what the schema refuses: {causes}"
         assert identifiers(broken) <= errors_of(parsed.spec), causes
         return "refused by a rule"
-    return "refused by a rule and unreadable" if identifiers(broken) - {UNREADABLE} else "unreadable"
+    return "refused by a rule and unreadable" if identifiers(broken) - {INVALID_FIELD} else "unreadable"
 
 
 @pytest.mark.timeout(900)

@@ -37,15 +37,12 @@ class CommandRights:
 COMMANDS = (
     CommandRights("list", (JOBS,)),
     CommandRights("status JOB", (JOB,)),
-    CommandRights("status JOB --curve", (JOB, *READER)),
+    CommandRights("status JOB --curve --checkpoints", (JOB, *READER)),
     CommandRights("wait JOB", (JOB,)),
     CommandRights("logs JOB, of pods that exist", (JOB, PODS, LOG)),
     CommandRights("logs JOB, of pods that are gone", (JOB, PODS, *READER)),
-    CommandRights("checkpoints JOB", (JOB, *READER)),
     CommandRights("explain job/JOB", (JOB,), (PODS, EVENTS, PROFILE)),
-    CommandRights("top", (JOBS,)),
     CommandRights("cost", (JOBS,), (PROFILES,)),
-    CommandRights("compare JOB JOB", (JOB,)),
     CommandRights("download JOB DIR", (JOB, *RESULTS_READER)),
     CommandRights("submit FILE", (CREATE, USE), (JOB, PROFILE)),
     CommandRights("submit FILE --watch", (CREATE, USE, JOB), (PROFILE,)),
@@ -56,7 +53,6 @@ COMMANDS = (
     CommandRights("retry JOB, that has ended", (JOB, CREATE, USE), (JOBS,)),
     CommandRights("fork JOB", (JOB,), (JOBS, PROFILE)),
     CommandRights("reproduce JOB", (JOB, CREATE, *READER), (PROFILE,)),
-    CommandRights("bundle JOB", (JOB,), (PODS, EVENTS, LOG, PROFILE)),
 )
 HEAD = """## Commands
 

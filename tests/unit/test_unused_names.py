@@ -16,6 +16,7 @@ CALLED_BY_LIBRARIES = {
     "FencedConnections._create_connector": "aiohttp",
     "NoProgress.purge": "kopf",
     "NoProgress.touch": "kopf",
+    "PanelGroup.format_commands": "typer",
     "_Logger.warning_once": "transformers",
     "ProvenReader.seekable": "io",
     "Reason._missing_": "enum",

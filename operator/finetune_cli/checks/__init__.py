@@ -1,1 +1,1 @@
-"""What is judged without a cluster: manifests, their fixes, and the memory of a rank; plain data in and out."""
+"""Judgements without a cluster: manifests, their fixes, and the memory of a rank; plain data in and out."""

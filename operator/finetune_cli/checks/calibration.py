@@ -1,4 +1,4 @@
-"""What `python -m bench.gpu.check calibration` has measured on a device, for an estimate of the time of jobs on such a device."""
+"""Measurements of `python -m bench.gpu.check calibration` on a device, for estimates of the time of jobs on such a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PARTS = ("flops", "attention", "memory")
 _SHORTEST_LAUNCH, _LONGEST_LAUNCH = 1e-9, 1.0
 """Seconds. Of others no time could be calculated."""
 _NUMBER_OF = re.compile(r"^[0-9]+ x ")
-"""Before the name of the device."""
+"""Text in front of the device's name."""
 
 
 class CalibrationError(Exception):
@@ -63,7 +63,7 @@ class MeasuredDevice:
 
 
 def read_calibration(text: str) -> MeasuredDevice:
-    """From the text of the file. Raises CalibrationError."""
+    """Read the text of the file. Raises CalibrationError."""
     try:
         measured = _Measured.model_validate_json(text)
     except ValidationError as error:

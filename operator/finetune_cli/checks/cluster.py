@@ -1,4 +1,4 @@
-"""What a cluster needs for FineTuneJobs to run, judged from what was found there."""
+"""Preconditions of a cluster for FineTuneJobs, judged from facts about it."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class StorageClass:
 
 @dataclass(frozen=True)
 class NetworkProbe:
-    """What one pod could reach of another one and of DNS, before two NetworkPolicies and under them."""
+    """Ports of another pod, and DNS, that one pod could reach before two NetworkPolicies and under them."""
 
     reached_before: bool
-    """Without a policy, every port of the other pod."""
+    """Whether every port of the other pod was reached without a policy."""
     resolved_before: bool
-    """Without a policy, a name of the cluster."""
+    """Whether a name of the cluster was resolved without a policy."""
     ingress_denied: bool = False
     """A port that the policy of the other pod does not let in."""
     egress_denied: bool = False
@@ -62,27 +62,27 @@ class NetworkProbe:
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What was found."""
+    """Facts about the cluster."""
 
     namespace: str
     profile_name: str
     server_version: str | UnknownFact
-    """As in v1.36.3."""
+    """Version of the API server, as in v1.36.3."""
     served: Sequence[str] | UnknownFact
     """Plural names that the API server serves in the version of these programs; empty if it does not know the group."""
     operators: Sequence[OperatorDeployment] | UnknownFact
     profile: FineTuneProfileSpec | UnknownFact | None
-    """None: there is no profile of that name."""
+    """The profile; None if there is none of that name."""
     namespace_labels: Mapping[str, str] | UnknownFact | None
-    """None: the profile does not ask for them."""
+    """Labels of the namespace; None if the profile does not ask for them."""
     may_create_jobs: bool | UnknownFact
     storage_classes: Sequence[StorageClass] | UnknownFact
     network: NetworkProbe | UnknownFact | None
-    """None: nobody asked for the probe."""
+    """Result of the probe; None if it was not asked for."""
 
 
 class CheckId(StrEnum):
-    """What is checked."""
+    """The checks."""
 
     KUBERNETES_VERSION = "kubernetes-version"
     """The API server is of a version that the chart supports."""
@@ -105,7 +105,7 @@ class CheckId(StrEnum):
 
 
 class CheckOutcome(StrEnum):
-    """Of a check."""
+    """Outcome of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -143,21 +143,21 @@ def exit_code(checks: Sequence[Check]) -> ExitCode:
     return ExitCode.FAILED if CheckOutcome.UNKNOWN in outcomes else ExitCode.DONE
 
 
-def _unknown(name: CheckId, found: UnknownFact, fix: str = "") -> Check:
-    return Check(name, CheckOutcome.UNKNOWN, found.reason, fix)
+def _unknown(name: CheckId, fact: UnknownFact, fix: str = "") -> Check:
+    return Check(name, CheckOutcome.UNKNOWN, fact.reason, fix)
 
 
 def _judged(name: CheckId, passed: bool, right: str, wrong: str, fix: str) -> Check:
     return Check(name, CheckOutcome.PASSED, right) if passed else Check(name, CheckOutcome.FAILED, wrong, fix)
 
 
-def _version(found: str | UnknownFact) -> Check:
+def _version(version: str | UnknownFact) -> Check:
     name = CheckId.KUBERNETES_VERSION
-    if isinstance(found, UnknownFact):
-        return _unknown(name, found)
-    parts = re.match(r"v?(\d+)\.(\d+)", found)
+    if isinstance(version, UnknownFact):
+        return _unknown(name, version)
+    parts = re.match(r"v?(\d+)\.(\d+)", version)
     if parts is None:
-        return _unknown(name, UnknownFact(f"the API server calls its version {found[:64]!r}"))
+        return _unknown(name, UnknownFact(f"the API server calls its version {version[:64]!r}"))
     least = ".".join(map(str, MINIMUM_VERSION))
     return _judged(
         name,
@@ -168,11 +168,11 @@ def _version(found: str | UnknownFact) -> Check:
     )
 
 
-def _definitions(found: Sequence[str] | UnknownFact) -> Check:
+def _definitions(definitions: Sequence[str] | UnknownFact) -> Check:
     name = CheckId.DEFINITIONS
-    if isinstance(found, UnknownFact):
-        return _unknown(name, found)
-    missing = [one for one in _DEFINITIONS if one not in found]
+    if isinstance(definitions, UnknownFact):
+        return _unknown(name, definitions)
+    missing = [one for one in _DEFINITIONS if one not in definitions]
     return _judged(
         name,
         not missing,
@@ -182,14 +182,14 @@ def _definitions(found: Sequence[str] | UnknownFact) -> Check:
     )
 
 
-def _operator(found: Sequence[OperatorDeployment] | UnknownFact) -> Check:
+def _operator(deployments: Sequence[OperatorDeployment] | UnknownFact) -> Check:
     name = CheckId.OPERATOR
-    if isinstance(found, UnknownFact):
-        return _unknown(name, found, "ask somebody who may list Deployments of all namespaces")
-    names = ", ".join(f"{one.namespace}/{one.name}" for one in found)
+    if isinstance(deployments, UnknownFact):
+        return _unknown(name, deployments, "ask somebody who may list Deployments of all namespaces")
+    names = ", ".join(f"{one.namespace}/{one.name}" for one in deployments)
     return _judged(
         name,
-        any(one.ready_replicas > 0 for one in found),
+        any(one.ready_replicas > 0 for one in deployments),
         f"the operator is ready: {names}",
         f"no pod of the operator is ready: {names}" if names else "there is no Deployment of the operator",
         "see `kubectl describe` and the logs of its pods" if names else "install the chart",
@@ -233,33 +233,33 @@ def _profile(
     )
 
 
-def _permission(namespace: str, found: bool | UnknownFact) -> Check:
+def _permission(namespace: str, fact: bool | UnknownFact) -> Check:
     name = CheckId.PERMISSION
-    if isinstance(found, UnknownFact):
-        return _unknown(name, found)
+    if isinstance(fact, UnknownFact):
+        return _unknown(name, fact)
     return _judged(
         name,
-        found,
+        fact,
         f"you may create FineTuneJobs in {namespace}",
         f"you may not create FineTuneJobs in {namespace}",
         "ask for the ClusterRole edit in the namespace, or for a Role with `create` on finetunejobs",
     )
 
 
-def _storage(profile: FineTuneProfileSpec | UnknownFact | None, found: Sequence[StorageClass] | UnknownFact) -> Check:
+def _storage(profile: FineTuneProfileSpec | UnknownFact | None, classes: Sequence[StorageClass] | UnknownFact) -> Check:
     name = CheckId.STORAGE_CLASS
-    if isinstance(found, UnknownFact):
-        return _unknown(name, found)
+    if isinstance(classes, UnknownFact):
+        return _unknown(name, classes)
     wanted = profile.storage_class_name if isinstance(profile, FineTuneProfileSpec) else None
     if wanted is not None:
         return _judged(
             name,
-            any(one.name == wanted for one in found),
+            any(one.name == wanted for one in classes),
             f"the storage class {wanted} of the profile exists",
             f"the profile names the storage class {wanted}, which does not exist",
             "create it, or correct storageClassName of the profile",
         )
-    default = next((one.name for one in found if one.is_default), None)
+    default = next((one.name for one in classes if one.is_default), None)
     return _judged(
         name,
         default is not None,
@@ -270,22 +270,22 @@ def _storage(profile: FineTuneProfileSpec | UnknownFact | None, found: Sequence[
     )
 
 
-def _network(found: NetworkProbe | UnknownFact | None) -> Iterator[Check]:
+def _network(probe: NetworkProbe | UnknownFact | None) -> Iterator[Check]:
     name = CheckId.NETWORK_POLICIES
-    if found is None:
+    if probe is None:
         return
-    if isinstance(found, UnknownFact):
-        yield _unknown(name, found)
+    if isinstance(probe, UnknownFact):
+        yield _unknown(name, probe)
         return
-    if not found.reached_before:
+    if not probe.reached_before:
         yield Check(
             name,
             CheckOutcome.UNKNOWN,
             "pods of the namespace do not reach each other even without the probe's policies",
             "look for NetworkPolicies of the namespace or of the cluster that select all pods: ranks could not reach each other",
         )
-    elif not (found.ingress_denied and found.egress_denied):
-        sides = [side for side, denied in (("to", found.ingress_denied), ("from", found.egress_denied)) if not denied]
+    elif not (probe.ingress_denied and probe.egress_denied):
+        sides = [side for side, denied in (("to", probe.ingress_denied), ("from", probe.egress_denied)) if not denied]
         yield Check(
             name,
             CheckOutcome.FAILED,
@@ -296,24 +296,24 @@ def _network(found: NetworkProbe | UnknownFact | None) -> Iterator[Check]:
     else:
         yield _judged(
             name,
-            found.allowed_reached,
+            probe.allowed_reached,
             "the cluster's network enforces NetworkPolicies in both directions",
             "the cluster's network denies a connection that NetworkPolicies allow: ranks could not reach each other",
             "look for further policies of the namespace or of the cluster, and at the log of the network plugin",
         )
         yield _judged(
             CheckId.NODE_ISOLATION,
-            found.node_denied,
+            probe.node_denied,
             "pods do not reach the node they run on",
             "a pod reaches the kubelet of the node it runs on, although its policy does not allow it",
             "let the network plugin apply policies to connections from pods to their own node",
         )
-    yield _dns(found)
+    yield _dns(probe)
 
 
-def _dns(found: NetworkProbe) -> Check:
+def _dns(probe: NetworkProbe) -> Check:
     name = CheckId.DNS
-    if not found.resolved_before:
+    if not probe.resolved_before:
         return Check(
             name,
             CheckOutcome.FAILED,
@@ -322,7 +322,7 @@ def _dns(found: NetworkProbe) -> Check:
         )
     return _judged(
         name,
-        found.resolved,
+        probe.resolved,
         "pods resolve names under the policies of a run",
         "under the policies of a run, pods cannot resolve names: ranks would not find each other",
         "name the cluster's DNS servers in network.dns of the profile",

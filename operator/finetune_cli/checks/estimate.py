@@ -40,7 +40,7 @@ class RefusedError(EstimateError):
 
 @dataclass(frozen=True)
 class JobEstimate:
-    """What is to say about one job."""
+    """The estimate of one job."""
 
     name: str
     plan: RunPlan
@@ -54,25 +54,25 @@ class JobEstimate:
     pace_problem: str
     """Why it is not known."""
     run_seconds: float | None
-    """All steps; None if nobody has said how many there are."""
+    """Seconds of all steps; None if their number is not known."""
     price_per_hour: float | None
-    """Of one device."""
+    """Price of one device."""
 
     @property
     def device_hours(self) -> float | None:
-        """Of all ranks together."""
+        """Hours of all ranks together."""
         return None if self.run_seconds is None else self.run_seconds / 3600 * self.plan.parallelism.world_size
 
     @property
     def cost(self) -> float | None:
-        """Of the whole run, in the currency of the price."""
+        """Cost of the whole run, in the currency of the price."""
         hours, price = self.device_hours, self.price_per_hour
         return None if hours is None or price is None else hours * price
 
 
 @dataclass(frozen=True)
 class EstimateOptions:
-    """What the command is told besides the manifest; None: what profile and plan say."""
+    """Options besides the manifest; None: what profile and plan say."""
 
     model: Path | None = None
     """Directory of the base model, or its config.json; None: what `claims` holds under the job's source."""
@@ -80,7 +80,7 @@ class EstimateOptions:
     gpu: str | None = None
     """Name of a device."""
     tokens: int | None = None
-    """Of one pass over the data."""
+    """Tokens of one pass over the data."""
     measured: MeasuredDevice | None = None
     """Which parts of its peaks the device reaches; None: what is assumed of all."""
 
@@ -112,20 +112,20 @@ def _estimate_job(verdict: DocumentVerdict, options: EstimateOptions, claims: Pa
         files = read_model(options.model if options.model is not None else _model_on_claim(job.spec.model.source, claims))
         limit = _limit(plan, options)
         shape = model_shape(plan, files)
-        found = judge_memory(plan, shape, files.stored, limit)
+        memory = judge_memory(plan, shape, files.stored, limit)
         pace, problem = None, ""
         try:
             product, calibration = _device(plan, options)
-            pace = calculated_pace(found.plan, shape, files.stored, product, calibration)
+            pace = calculated_pace(memory.plan, shape, files.stored, product, calibration)
         except UnknownPaceError as error:
             problem = str(error)
-        steps = run_steps(found.plan, options.tokens)
+        steps = run_steps(memory.plan, options.tokens)
         return JobEstimate(
             verdict.name,
             plan,
-            found,
+            memory,
             device_text(plan, options.gpu or (None if options.gpu_memory is None else "GPU")),
-            _precision(found.plan, files.stored),
+            _precision(memory.plan, files.stored),
             pace,
             problem,
             run_seconds=None if pace is None or steps is None else steps * pace.step_seconds,
@@ -146,7 +146,7 @@ def _device(plan: RunPlan, options: EstimateOptions) -> tuple[str | None, Calibr
 
 
 def _limit(plan: RunPlan, options: EstimateOptions) -> MemoryLimit | None:
-    """What the command is told counts before the profile, and of a device that is known by its name its memory is known."""
+    """Memory of a device: the option, else the profile, else the memory of a device that is known by its name."""
     if options.gpu_memory is not None:
         return MemoryLimit(_device_bytes(options.gpu_memory), is_device=True, source=GPU_MEMORY_OPTION)
     limit, name = limit_of(plan), options.gpu or product_of(plan)

@@ -18,9 +18,9 @@ from finetune_job.rules.book import rule_by_id
 from finetune_job.rules.rule import with_changes
 
 Records = Callable[[FineTuneJob], Sequence[Finding]]
-"""What the first records of a job that the rules accept show."""
+"""Returns the findings of the first records of a job that the rules accept."""
 MAX_FIXES = 200
-"""Each fix clears its finding for good, and there are fewer rules."""
+"""Most fixes of a document: each clears its finding for good, and there are fewer rules."""
 
 
 @dataclass

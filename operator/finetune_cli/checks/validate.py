@@ -37,7 +37,7 @@ class DocumentOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class DocumentVerdict:
-    """What is to say about one document."""
+    """The verdict on one document, with its findings."""
 
     document: int
     """Number in its file, from 1; 0: the file as a whole."""
@@ -46,27 +46,27 @@ class DocumentVerdict:
     outcome: DocumentOutcome
     findings: tuple[Finding, ...] = ()
     job: FineTuneJob | None = None
-    """What was parsed, where it is a job."""
+    """The parsed job, if it is one."""
     plan: RunPlan | None = None
-    """Of an accepted job."""
+    """Plan of an accepted job."""
     price_per_hour: str | None = None
-    """Of one device, as its profile says."""
+    """Price of one device for an hour, as the profile says."""
     file: str = ""
 
     @property
     def device(self) -> str:
-        """On what the ranks of an accepted job compute, in words."""
+        """The devices on which the ranks of an accepted job compute, in words."""
         return device_text(self.plan) if self.plan is not None else ""
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """What the manifest left open and how it was chosen."""
+        """Values that the manifest left open, and how they were chosen."""
         return self.plan.choices if self.plan is not None else ()
 
 
 @dataclass(frozen=True)
 class Report:
-    """What is to say about all files."""
+    """The verdicts on all documents of all files."""
 
     verdicts: tuple[DocumentVerdict, ...]
 
@@ -85,7 +85,7 @@ def validate(manifest: str, profile: str | None = None) -> Report:
 
 
 def validate_files(files: Sequence[tuple[str, str]], profile: str | None = None) -> Report:
-    """The same for several files, by name and text; a profile in one of them counts for the jobs of all."""
+    """Judge every FineTuneJob of several files, given by name and text; a profile in one of them counts for the jobs of all."""
     documents: list[Document] = []
     verdicts: list[DocumentVerdict] = []
     for name, text in files:
@@ -109,7 +109,7 @@ def validate_files(files: Sequence[tuple[str, str]], profile: str | None = None)
 
 
 def judge(job: FineTuneJob, profile: FineTuneProfileSpec | None) -> tuple[DocumentOutcome, tuple[Finding, ...]]:
-    """What the rules say about a job."""
+    """Judge a job by the rules."""
     foreign = foreign_trackers(job.spec.training.trackers or ())
     findings = (*evaluate(RuleContext(job.spec, profile, job.metadata.name)), *(() if foreign is None else (foreign,)))
     refused = any(finding.severity == "error" for finding in findings)

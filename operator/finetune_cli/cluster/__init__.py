@@ -1,1 +1,1 @@
-"""What commands read and make in a cluster, with the rights of the person at the keyboard."""
+"""Requests of commands to a cluster, with the rights of the person at the keyboard."""

@@ -26,7 +26,7 @@ _SHOWN = 300
 _MOST_SAID = 2000
 """Characters of what a server says of a refusal: those of a policy begin with its name and that of its binding."""
 _MOST_LINE_BYTES = 1 << 20
-"""Of a line of a log; the rest of a longer one comes as further lines."""
+"""Longest line of a log; the rest of a longer one comes as further lines."""
 
 
 class RequestError(Exception):
@@ -108,7 +108,7 @@ class ClusterClient:
     def output_of(
         self, namespace: str, pod: str, container: str, command: list[str], silence_seconds: float = _TIMEOUT_SECONDS
     ) -> Iterator[bytes]:
-        """What a program prints that is run in a pod, as it comes. `silence_seconds`: how long nothing may come.
+        """Run a program in a pod, and yield its output as it comes. `silence_seconds`: how long nothing may come.
 
         Raises RequestError, also if the connection breaks off or the program fails.
         """

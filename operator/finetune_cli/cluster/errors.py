@@ -1,4 +1,4 @@
-"""What a cluster refuses, in words: what is missing, and what to do about it."""
+"""Refusals of a cluster in words: what is missing, and what to do about it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PATH = re.compile(
 
 
 class ClusterError(LocalError):
-    """What was asked of a cluster and could not be done. `status`: of the answer; None: there was none."""
+    """A request to a cluster that failed. `status`: the HTTP status; None: there was no answer."""
 
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.FAILED, status: int | None = None) -> None:
         super().__init__(message, exit_code)
@@ -33,7 +33,7 @@ class Right:
 
     verb: str
     resource: str
-    """With its subresource: `pods/log`."""
+    """The resource with its subresource, as in `pods/log`."""
     group: str = ""
     namespace: str = ""
     """Empty: of the cluster, or of all namespaces."""
@@ -46,29 +46,29 @@ class Right:
 
 def right_for(method: str, path: str) -> Right | None:
     """The right that a request needs; None for a path of another kind."""
-    found = _PATH.match(path)
-    if found is None:
+    match = _PATH.match(path)
+    if match is None:
         return None
-    verb = "list" if method == "GET" and found["name"] is None else _VERBS.get(method, method.lower())
-    sub = f"/{found['sub']}" if found["sub"] else ""
-    return Right(verb, found["plural"] + sub, found["group"] or "", found["namespace"] or "")
+    verb = "list" if method == "GET" and match["name"] is None else _VERBS.get(method, method.lower())
+    sub = f"/{match['sub']}" if match["sub"] else ""
+    return Right(verb, match["plural"] + sub, match["group"] or "", match["namespace"] or "")
 
 
-def told(error: RequestError, method: str, path: str, server: str) -> ClusterError:
-    """What the error means and what to do."""
-    said = plain(error, _SHOWN)
+def cluster_error(error: RequestError, method: str, path: str, server: str) -> ClusterError:
+    """Say what the error means and what to do."""
+    message = plain(error, _SHOWN)
     match error.status:
         case None:
-            return ClusterError(f"{server}: {said}; check that the cluster can be reached, or name another --context")
+            return ClusterError(f"{server}: {message}; check that the cluster can be reached, or name another --context")
         case 401:
             return ClusterError(f"{server} does not know you: log in again, or name another --context", status=401)
         case 403 if _POLICY in str(error):
             # Its message names the field and the right that is missing.
             _, _, denied = str(error).partition("denied request: ")
-            return ClusterError(plain(denied, _SHOWN) or said, status=403)
+            return ClusterError(plain(denied, _SHOWN) or message, status=403)
         case 403:
             right = right_for(method, path)
-            missing = f"you may not {right}" if right is not None else said
+            missing = f"you may not {right}" if right is not None else message
             return ClusterError(
                 f"{missing}; ask for a Role with this right (docs/rights.md lists those that each command needs)", status=403
             )
@@ -77,6 +77,6 @@ def told(error: RequestError, method: str, path: str, server: str) -> ClusterErr
                 f"{server} does not serve {API_VERSION}: install the chart, or name another --context", status=404
             )
         case 429 | 500 | 502 | 503 | 504:
-            return ClusterError(f"{server}: {said}; the cluster is overloaded or starting, try again", status=error.status)
+            return ClusterError(f"{server}: {message}; the cluster is overloaded or starting, try again", status=error.status)
         case _:
-            return ClusterError(said, status=error.status)
+            return ClusterError(message, status=error.status)

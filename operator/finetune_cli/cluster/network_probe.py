@@ -90,13 +90,13 @@ class _Probe:
         self._made.append(f"{collection}/{document['metadata']['name']}")
         self._client.request("POST", collection, document)
 
-    def _wait(self, part: str, found: Callable[[dict[str, Any]], Any]) -> Any:
-        """What `found` finds in a pod of the probe, as soon as it is not None."""
+    def _wait(self, part: str, observe: Callable[[dict[str, Any]], Any]) -> Any:
+        """Wait until `observe` returns something else than None for a pod of the probe, and return it."""
         while True:
             if self._interruption.requested:
                 raise LocalError("interrupted", ExitCode.INTERRUPTED)
             pod = self._client.request("GET", f"{self._pods}/{probe_objects.probe_name(self._suffix, part)}")
-            value = found(pod)
+            value = observe(pod)
             if value is not None:
                 return value
             status = pod.get("status", {})
@@ -114,7 +114,7 @@ def _address(pod: dict[str, Any]) -> str | None:
 
 
 def _report(pod: dict[str, Any], container: str) -> list[bool] | None:
-    """What a container saw: three ports reached, its node reached, a name resolved."""
+    """Read the report of a container: three ports reached, its node reached, a name resolved."""
     status = pod.get("status", {})
     for one in (*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])):
         ended = one.get("state", {}).get("terminated")
@@ -135,7 +135,7 @@ def _reason(status: dict[str, Any]) -> str:
     containers = (*status.get("initContainerStatuses", []), *status.get("containerStatuses", []))
     states = [state for one in containers for state in one.get("state", {}).values()]
     conditions = [one for one in status.get("conditions", []) if one.get("status") != "True"]
-    for said in (status, *states, *conditions):
-        if said.get("message"):
-            return f"{said.get('reason', 'no reason')}: {said['message'][:300]}"
-    return next((said["reason"] for said in (status, *states) if said.get("reason")), f"its phase is {status.get('phase')}")
+    for state in (status, *states, *conditions):
+        if state.get("message"):
+            return f"{state.get('reason', 'no reason')}: {state['message'][:300]}"
+    return next((state["reason"] for state in (status, *states) if state.get("reason")), f"its phase is {status.get('phase')}")

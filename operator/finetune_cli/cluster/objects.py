@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from finetune_cli.cluster.client import ClusterClient, RequestError
-from finetune_cli.cluster.errors import ClusterError, told
+from finetune_cli.cluster.errors import ClusterError, cluster_error
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.jobs import documents
 from finetune_cli.jobs.plain import plain
@@ -39,7 +39,7 @@ class Cluster:
     """The cluster and the namespace that a command works in. Raises LocalError without a usable kubeconfig."""
 
     context: str | None = None
-    """As the user named it."""
+    """Context of the kubeconfig as the user named it."""
 
     def __init__(self, context: str | None = None, namespace: str | None = None) -> None:
         self.client, self.context = ClusterClient(context), context
@@ -59,14 +59,14 @@ class Cluster:
         except RequestError as error:
             if error.status == 404 and error.details.get("name"):
                 raise self._no_job(name) from error
-            raise told(error, "GET", path, self.client.server) from error
+            raise cluster_error(error, "GET", path, self.client.server) from error
 
     def seen(self, document: Mapping[str, Any]) -> SeenJob:
         """A job of this cluster."""
         return replace(seen_job(document), context=self.context)
 
     def pods_of(self, job: SeenJob) -> list[SeenPod]:
-        """Its pods that exist, by role, attempt and place in the gang. Raises ClusterError."""
+        """List the job's pods that exist, by role, attempt and place in the gang. Raises ClusterError."""
         path = collection("v1", "pods", job.namespace)
         found = map(seen_pod, self._list(path, {"labelSelector": f"{LABEL_JOB_UID}={job.uid}"}))
         return sorted(found, key=lambda pod: (pod.created is not None and pod.created.timestamp(), pod.node_rank, pod.name))
@@ -84,7 +84,7 @@ class Cluster:
         return sorted(found, key=lambda event: event.time.timestamp() if event.time is not None else 0.0)
 
     def profile(self, name: str) -> FineTuneProfileSpec | None:
-        """None if there is none of the name. Raises ClusterError."""
+        """Get a profile; None if there is none of this name. Raises ClusterError."""
         from finetune_job.api.profile import FineTuneProfileSpec
 
         document = self.get(API_VERSION, PROFILE_PLURAL, name, "")
@@ -102,14 +102,14 @@ class Cluster:
         except RequestError as error:
             if error.status == 404 and error.details.get("name"):
                 return None
-            raise told(error, "GET", path, self.client.server) from error
+            raise cluster_error(error, "GET", path, self.client.server) from error
 
     def list(self, version: str, plural: str, namespace: str, selector: str = "") -> list[Mapping[str, Any]]:
         """Objects of a namespace, or (empty) of all or of the cluster. Raises ClusterError."""
         return list(self._list(collection(version, plural, namespace), {"labelSelector": selector} if selector else {}))
 
     def within(self, namespace: str) -> Cluster:
-        """The same cluster, another namespace."""
+        """Return the same cluster with another namespace."""
         other = copy.copy(self)
         other.namespace = namespace
         return other
@@ -126,14 +126,14 @@ class Cluster:
         try:
             return self.client.request(method, path, body, query, content_type)
         except RequestError as error:
-            raise told(error, method, path, self.client.server) from error
+            raise cluster_error(error, method, path, self.client.server) from error
 
     def lines(self, path: str, query: Mapping[str, str], silence_seconds: float | None) -> Iterator[str]:
         """Lines of a log. Raises ClusterError."""
         try:
             yield from self.client.lines(path, query, silence_seconds)
         except RequestError as error:
-            raise told(error, "GET", path, self.client.server) from error
+            raise cluster_error(error, "GET", path, self.client.server) from error
 
     def _list(self, path: str, query: Mapping[str, str]) -> Iterator[Mapping[str, Any]]:
         more = ""
@@ -141,14 +141,14 @@ class Cluster:
             try:
                 answer = self.client.request("GET", path, query={**query, "limit": _PAGE, **({"continue": more} if more else {})})
             except RequestError as error:
-                raise told(error, "GET", path, self.client.server) from error
+                raise cluster_error(error, "GET", path, self.client.server) from error
             yield from documents.elements(answer, "items")
             more = documents.text(answer, "metadata", "continue")
             if not more:
                 return
 
     def _no_job(self, name: str) -> ClusterError:
-        """With the names that it might have meant, as far as they may be seen."""
+        """An error that suggests names of existing jobs, as far as they may be listed."""
         message = f"there is no FineTuneJob {plain(name, 80)} in the namespace {self.namespace}"
         names = unless_refused(lambda: [job.name for job in self.jobs()])
         if isinstance(names, Unseen):
@@ -170,7 +170,7 @@ def collection(version: str, plural: str, namespace: str) -> str:
 
 
 def unless_refused(read: Callable[[], _T]) -> _T | Unseen:
-    """What was read, or why it could not be."""
+    """Return what `read` returns, or why it could not be read."""
     try:
         return read()
     except ClusterError as error:

@@ -88,7 +88,7 @@ def asker(suffix: str, profile: FineTuneProfileSpec, seconds: int, address: str)
 
 
 def policies(suffix: str, profile: FineTuneProfileSpec) -> list[dict[str, Any]]:
-    """One for each pod."""
+    """The two policies, one for each pod."""
     to_listener = {"to": [{"podSelector": _labels(suffix, "listener")}], "ports": _ports(BOTH, INGRESS_DENIED)}
     from_asker = {"from": [{"podSelector": _labels(suffix, "asker")}], "ports": _ports(BOTH, EGRESS_DENIED)}
     return [

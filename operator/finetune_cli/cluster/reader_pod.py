@@ -30,7 +30,7 @@ LABEL = "finetune.dev/reader"
 SECONDS = 300
 """How long the pod may take to print what it reads, or to run, pulls of the image included."""
 MOST_BYTES = 4 << 20
-"""That are read of each file, from its end, and that are printed of all: a kubelet keeps 10 MiB of a log by default."""
+"""Bytes that are read from the end of each file, and printed of all files: a kubelet keeps 10 MiB of a log by default."""
 _POLL_SECONDS = 0.5
 
 SCRIPT = """
@@ -76,7 +76,7 @@ say(end=True, cut=left <= 0)
 
 
 class WorkspaceAccess:
-    """Where a job's files are, and with what its pods read them."""
+    """Place of a job's files, and the settings with which its pods read them."""
 
     def __init__(self, plan: LaunchPlan, placement: Placement) -> None:
         self.claim = plan.workspace.claim
@@ -87,22 +87,22 @@ class WorkspaceAccess:
         """Address outside the cluster; empty: the results stay on their claim."""
 
     def of_results(self) -> WorkspaceAccess:
-        """The same for the results."""
+        """Return the place of the job's results."""
         other = copy.copy(self)
         other.claim, other.path = self._output.claim, self._output.path
         return other
 
 
 def workspace_of(cluster: Cluster, job: SeenJob) -> WorkspaceAccess:
-    """From the job's frozen plan. Raises ClusterError."""
-    found = cluster.get("v1", "configmaps", plan_configmap_name(job.name), job.namespace)
-    if found is None:
+    """Find the place of a job's files in its frozen plan. Raises ClusterError."""
+    config_map = cluster.get("v1", "configmaps", plan_configmap_name(job.name), job.namespace)
+    if config_map is None:
         raise ClusterError(
             f"{job.title}: its plan (ConfigMap {plan_configmap_name(job.name)}) is gone or was never made, so where its "
             "files are is not known; look on the claim that spec.workspace names"
         )
     try:
-        plan = read_launch_plan(documents.text(found, "data", PLAN_KEY))
+        plan = read_launch_plan(documents.text(config_map, "data", PLAN_KEY))
     except ValidationError as error:
         raise ClusterError(f"{job.title}: its plan is not one that this release of `finetune` can read") from error
     if plan.placement is None:
@@ -153,7 +153,7 @@ def read_workspace(
     *,
     of_results: bool = False,
 ) -> Generator[Mapping[str, Any]]:
-    """What the pod prints, a file after another. of_results: from the folder of the results, instead of the job's own.
+    """Yield what the pod prints, one file after another. of_results: read the folder of the results instead of the job's own.
 
     Raises ClusterError, also if the pod cannot run or ends early.
     """
@@ -188,18 +188,18 @@ def _printed(cluster: Cluster, path: str, job: SeenJob) -> Iterator[Mapping[str,
     has_end = False
     for line in cluster.lines(f"{path}/log", {}, 30.0):
         try:
-            found = json.loads(line)
+            entry = json.loads(line)
         except ValueError:
             continue
-        if isinstance(found, dict):
-            has_end = has_end or found.get("end") is True
-            yield found
+        if isinstance(entry, dict):
+            has_end = has_end or entry.get("end") is True
+            yield entry
     if not has_end:
         raise ClusterError(f"{job.title}: the pod that reads its workspace ended early; what came before is all there is")
 
 
 def _delete(cluster: Cluster, path: str) -> None:
-    """Whether or not it is there. Raises ClusterError, which names what was left."""
+    """Delete the pod if it is there. Raises ClusterError, which names what was left."""
     try:
         cluster.send("DELETE", path, {"kind": "DeleteOptions", "apiVersion": "v1", "gracePeriodSeconds": 0})
     except ClusterError as error:
@@ -217,8 +217,8 @@ def _wait_for(cluster: Cluster, name: str, namespace: str, phase: str, pause: Ca
         if pod.phase == phase:
             return
         if pod.phase in ("Failed", "Succeeded") or waited > SECONDS:
-            said = [f"{one.reason}: {one.message}" for one in pod.containers if one.reason]
-            why = said[0] if said else documents.text(document, "status", "message") or pod.phase
+            reasons = [f"{one.reason}: {one.message}" for one in pod.containers if one.reason]
+            why = reasons[0] if reasons else documents.text(document, "status", "message") or pod.phase
             raise ClusterError(f"the pod {name}, which was to read the claim, did not do so ({plain(why, 300)})")
         pause(_POLL_SECONDS)
         waited += _POLL_SECONDS

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from finetune_cli.cluster.client import RequestError
-from finetune_cli.cluster.errors import ClusterError, told
+from finetune_cli.cluster.errors import ClusterError, cluster_error
 from finetune_cli.cluster.objects import Cluster, collection
 from finetune_cli.cluster.reader_pod import WorkspaceAccess, reader_pod, short_lived
 from finetune_cli.jobs.plain import plain
@@ -22,10 +22,10 @@ from finetune_cli.jobs.seen import SeenJob
 from finetune_job.names import CLAIMS_MOUNT
 
 MOST_LISTED_BYTES = 16 << 20
-"""Of the answer that lists the files."""
+"""Longest answer that lists the files."""
 _SHOWN = 200
 PART_BYTES = 8 << 20
-"""That one program sends: the client keeps in memory what comes faster than it is written."""
+"""Bytes that one program sends: the client keeps in memory what comes faster than it is written."""
 CONTAINER = "reader"
 
 LIST = """
@@ -56,7 +56,7 @@ with open(path, "rb") as file:
 
 
 class ResultsPod:
-    """One that runs."""
+    """A running results pod."""
 
     def __init__(self, cluster: Cluster, namespace: str, name: str, root: str) -> None:
         self._cluster, self._namespace, self._name, self._root = cluster, namespace, name, root
@@ -69,13 +69,13 @@ class ResultsPod:
             if len(answer) > MOST_LISTED_BYTES:
                 break
         try:
-            found = json.loads(answer)
+            listing = json.loads(answer)
         except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            said = plain(answer[:_SHOWN].decode(errors="replace"), _SHOWN)
-            raise ClusterError(f"the pod {self._name} did not list the results ({said})")
-        return found
+            listing = None
+        if not isinstance(listing, dict):
+            shown = plain(answer[:_SHOWN].decode(errors="replace"), _SHOWN)
+            raise ClusterError(f"the pod {self._name} did not list the results ({shown})")
+        return listing
 
     def content(self, name: str, offset: int) -> Iterator[bytes]:
         """The bytes of a file from `offset` on. Raises ClusterError, also if the connection breaks off."""
@@ -99,7 +99,7 @@ class ResultsPod:
                     "(docs/rights.md lists those that each command needs)",
                     status=403,
                 ) from error
-            raise told(error, "GET", path, self._cluster.client.server) from error
+            raise cluster_error(error, "GET", path, self._cluster.client.server) from error
 
 
 def results_pod(job: SeenJob, access: WorkspaceAccess, suffix: str, seconds: int) -> dict[str, Any]:

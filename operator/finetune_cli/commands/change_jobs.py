@@ -45,19 +45,19 @@ MOST_CONFLICTS = 5
 
 @dataclass(frozen=True)
 class Change:
-    """What a command did to a job."""
+    """A change that a command made to a job."""
 
     job: SeenJob
     said: str
-    """In words, without the job's name."""
+    """The change in words, without the job's name."""
     changed: bool = True
 
     def text(self) -> str:
-        """For a person."""
+        """The answer for a person."""
         return f"{self.job.title}: {self.said}\n"
 
     def document(self) -> dict[str, Any]:
-        """For a program."""
+        """The answer for a program."""
         run = self.job.spec.get("run")
         return {
             "namespace": self.job.namespace,
@@ -156,12 +156,12 @@ def set_suspended(cluster: Cluster, name: str, *, suspended: bool) -> Change:
     job = _living(cluster.job(name), "suspended" if suspended else "resumed")
     if _run(job).get("suspend", False) is suspended:
         return Change(job, "is suspended already" if suspended else "is not suspended", changed=False)
-    told = (
+    message = (
         f"suspended: its pods end, its checkpoint stays; `{job.command('resume')}` continues from there"
         if suspended
         else "resumed: it continues from its latest checkpoint"
     )
-    return Change(_patched(cluster, name, {"suspend": suspended}), told)
+    return Change(_patched(cluster, name, {"suspend": suspended}), message)
 
 
 def cancel(cluster: Cluster, name: str) -> Change:
@@ -170,8 +170,8 @@ def cancel(cluster: Cluster, name: str) -> Change:
     if _run(job).get("cancel") is True:
         return Change(job, "is cancelled already", changed=False)
     _living(job, "cancelled")
-    told = f"cancelled: its pods end, what is on its claims stays; `{job.command('fork')}` makes a manifest from it"
-    return Change(_patched(cluster, name, {"cancel": True}), told)
+    message = f"cancelled: its pods end, what is on its claims stays; `{job.command('fork')}` makes a manifest from it"
+    return Change(_patched(cluster, name, {"cancel": True}), message)
 
 
 def retry(cluster: Cluster, name: str, new_name: str | None) -> Change:
@@ -230,7 +230,7 @@ def fork(
 
 
 def _beginning(document: Mapping[str, Any]) -> str:
-    """What a job trains on: a copy of a fork is a fork of the same checkpoint."""
+    """The start of a job: a copy of a fork is a fork of the same checkpoint."""
     start = documents.text(document, "spec", "training", "startFrom")
     return f"the checkpoint {start} of its workspace" if start else "the base model"
 
@@ -249,16 +249,20 @@ def _note_on_claim(job: SeenJob, document: Mapping[str, Any]) -> str:
 def _step_of(job: SeenJob, start: str) -> int:
     if start != NEWEST:
         if not start.isdecimal() or len(start) > _STEP_DIGITS or int(start) == 0:
-            raise LocalError(f"--from {start}: is not a step; write one that `{job.command('checkpoints')}` shows, or {NEWEST}")
+            raise LocalError(
+                f"--from {start}: is not a step; write one that `{job.command('status', '--checkpoints')}` shows, or {NEWEST}"
+            )
         return int(start)
     newest = job.status.progress.checkpoint_step if job.status.progress is not None else None
     if newest is None:
-        raise LocalError(f"--from {NEWEST}: the status of {job.title} names no checkpoint; `{job.command('checkpoints')}`")
+        raise LocalError(
+            f"--from {NEWEST}: the status of {job.title} names no checkpoint; `{job.command('status', '--checkpoints')}`"
+        )
     return newest
 
 
 def _names(cluster: Cluster) -> list[str]:
-    """Of the jobs of the namespace; empty if they may not be listed: the API server refuses a name that is taken."""
+    """Names of the jobs of the namespace; empty if they may not be listed: the API server refuses a name that is taken."""
     found = unless_refused(lambda: [job.name for job in cluster.jobs()])
     return [] if isinstance(found, Unseen) else found
 

@@ -43,14 +43,14 @@ class Bill:
 
     by: str
     source: str
-    """What it was computed from, in words."""
+    """The source of the figures, in words."""
     rows: list[Usage]
     notes: list[str]
-    """What is missing, and why."""
+    """Notes on what is missing, and why."""
 
 
 def bill(cluster: Cluster, by: str, now: datetime, *, everywhere: bool) -> Bill:
-    """From the operator's accounts, which know deleted jobs too; from statuses if those may not be read or know no such label.
+    """Compute usage from the operator's accounts, or from statuses if those may not be read or have no such label.
 
     Raises LocalError.
     """
@@ -90,7 +90,7 @@ def _accounts(cluster: Cluster) -> list[tuple[JobLabels, Mapping[str, float]]]:
 
 
 def _prices(cluster: Cluster) -> dict[str, float | None]:
-    """Of one GPU for an hour, by profiles that have GPUs."""
+    """Price of one GPU for an hour, by name of each profile with GPUs."""
     found: dict[str, float | None] = {}
     for document in cluster.list(API_VERSION, PROFILE_PLURAL, ""):
         try:
@@ -102,19 +102,19 @@ def _prices(cluster: Cluster) -> dict[str, float | None]:
     return found
 
 
-def bill_text(found: Bill) -> str:
+def bill_text(bill: Bill) -> str:
     """A row for each, the dearest first, and the sum."""
-    rows = [_cells(each) for each in found.rows]
-    total = Usage("all", sum(each.gpu_hours for each in found.rows), None, None, _total_cost(found.rows))
+    rows = [_cells(each) for each in bill.rows]
+    total = Usage("all", sum(each.gpu_hours for each in bill.rows), None, None, _total_cost(bill.rows))
     header = (
-        found.by.removeprefix(_LABEL) if found.by.startswith(_LABEL) else found.by.upper(),
+        bill.by.removeprefix(_LABEL) if bill.by.startswith(_LABEL) else bill.by.upper(),
         "GPU HOURS",
         "KEPT",
         "JOBS",
         "COST",
     )
-    notes = "".join(f"note: {plain(each)}\n" for each in found.notes)
-    return table(header, [*rows, _cells(total)]) + f"from {found.source}\n{notes}"
+    notes = "".join(f"note: {plain(each)}\n" for each in bill.notes)
+    return table(header, [*rows, _cells(total)]) + f"from {bill.source}\n{notes}"
 
 
 def _cells(each: Usage) -> tuple[str, ...]:
@@ -128,12 +128,12 @@ def _total_cost(rows: Sequence[Usage]) -> float | None:
     return sum(known) if known else None
 
 
-def bill_document(found: Bill) -> dict[str, Any]:
-    """The same as data."""
+def bill_document(bill: Bill) -> dict[str, Any]:
+    """The bill as data."""
     return {
-        "by": found.by,
-        "source": found.source,
-        "notes": found.notes,
+        "by": bill.by,
+        "source": bill.source,
+        "notes": bill.notes,
         "rows": [
             {
                 "name": each.name,
@@ -142,6 +142,6 @@ def bill_document(found: Bill) -> dict[str, Any]:
                 "jobs": each.jobs,
                 "cost": each.cost,
             }
-            for each in found.rows
+            for each in bill.rows
         ],
     }

@@ -18,7 +18,7 @@ from finetune_job.plan.run_plan import JobIdentity, RunPlan
 
 
 def look_at(manifest: str, claims: Path, claim_paths: Mapping[str, Path], *, shown: int, limit: int) -> Look | Report:
-    """Of the one job of a manifest; the report if that is refused. Raises LocalError."""
+    """Look at the first records of the one job of a manifest; return the report if the job is refused. Raises LocalError."""
     report = validate(manifest)
     if report.exit_code is not ExitCode.DONE:
         return report
@@ -49,8 +49,9 @@ class FirstRecords:
     """The user said where the claims are, so that what they lack is a finding; else nothing that is missing is."""
 
     def judged(self, report: Report, say: Callable[[str], None]) -> Report:
-        """With what they show of accepted jobs. If nobody said where the claims are, records that cannot be looked at are told
-        with `say`; else it raises LocalError.
+        """Add the findings of the first records of accepted jobs to a report.
+
+        Records that cannot be read are reported with `say` if the claims were not named; else it raises LocalError.
         """
         plans = [None if verdict.job is None else _plan_here(verdict.job) for verdict in report.verdicts]
         # A job that cannot be read may name any claim.
@@ -76,7 +77,7 @@ class FirstRecords:
         return Report(tuple(verdicts))
 
     def findings(self, job: FineTuneJob) -> tuple[Finding, ...]:
-        """Of an accepted job; none if they cannot be looked at, which `judged` tells."""
+        """Findings of the first records of an accepted job; none if they cannot be read, which `judged` reports."""
         plan = _plan_here(job)
         try:
             return self._look(plan, local_claims(plan, self.claims, self.claim_paths)).findings
@@ -172,7 +173,7 @@ def _experts(plan: RunPlan, directories: Mapping[str, Path]) -> list[Finding]:
 
 
 def _plan_here(job: FineTuneJob) -> RunPlan:
-    """As a run on this machine has it, whose fetched sources are looked at."""
+    """The plan of a run on this machine, whose fetched sources are looked at."""
     return resolve(JobIdentity(namespace=job.metadata.namespace, name=job.metadata.name, uid=LOCAL_UID), job.spec, profile=None)
 
 

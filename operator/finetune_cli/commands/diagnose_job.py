@@ -1,4 +1,4 @@
-"""`explain job/NAME` and `compare`: what is the matter with a job, a patch that the rules accept, and two jobs side by side."""
+"""`explain job/NAME`: what is the matter with a job, and a patch that the rules accept."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ import yaml
 from finetune_cli.cluster.objects import Cluster, Unseen, unless_refused
 from finetune_cli.commands.inspect_jobs import CommandAnswer, utc_now
 from finetune_cli.exit_codes import ExitCode
-from finetune_cli.jobs.comparison import Difference, differences, outcomes
 from finetune_cli.jobs.diagnosis import diagnose, last_failure
 from finetune_cli.jobs.patches import Patch, merge_patch
-from finetune_cli.jobs.plain import plain
 from finetune_cli.jobs.seen import SeenJob
-from finetune_cli.render.columns import table
 from finetune_cli.render.diagnosis import diagnosis_document, diagnosis_text
 from finetune_job.failures import FailureClass
 from finetune_job.names import API_VERSION, JOB_KIND, PROFILE_KIND, PROFILE_PLURAL
@@ -35,8 +32,8 @@ def examine(cluster: Cluster, name: str) -> CommandAnswer:
     profile = unless_refused(lambda: cluster.get(API_VERSION, PROFILE_PLURAL, job.profile, "")) if _asks_profile(job) else None
     unseen += [f"its profile: {profile.reason}"] if isinstance(profile, Unseen) else []
     seen_profile = profile if isinstance(profile, dict) else None
-    found = diagnose(job.with_profile(seen_profile), utc_now(), seen_pods, seen_events, _fixes(job, seen_profile))
-    return CommandAnswer(lambda: diagnosis_text(job, found, unseen), lambda: diagnosis_document(job, found, unseen))
+    diagnosis = diagnose(job.with_profile(seen_profile), utc_now(), seen_pods, seen_events, _fixes(job, seen_profile))
+    return CommandAnswer(lambda: diagnosis_text(job, diagnosis, unseen), lambda: diagnosis_document(job, diagnosis, unseen))
 
 
 def _is_refused(job: SeenJob) -> bool:
@@ -44,13 +41,13 @@ def _is_refused(job: SeenJob) -> bool:
 
 
 def _asks_profile(job: SeenJob) -> bool:
-    """Whether the answer depends on it."""
+    """Whether the answer depends on the profile."""
     failed = last_failure(job)
     return _is_refused(job) or (failed is not None and failed.failure is FailureClass.HOST_OUT_OF_MEMORY)
 
 
 def _fixes(job: SeenJob, profile: Mapping[str, Any] | None) -> Patch | None:
-    """What the rules would change in a refused manifest, as a patch."""
+    """The changes of the rules to a refused manifest, as a patch."""
     if not _is_refused(job):
         return None
     judged_with = None
@@ -62,7 +59,7 @@ def _fixes(job: SeenJob, profile: Mapping[str, Any] | None) -> Patch | None:
 
 
 def rule_patch(job: SeenJob, profile: str | None) -> Patch | None:
-    """What `finetune validate --fix` would change, if the manifest is accepted afterwards; None if not."""
+    """The changes of `finetune validate --fix` as a patch; None if the manifest is still refused afterwards."""
     from finetune_cli.checks.fix import fix
     from finetune_cli.checks.validate import validate_files
 
@@ -71,28 +68,3 @@ def rule_patch(job: SeenJob, profile: str | None) -> Patch | None:
     if validate_files([("job", fixed.text)], profile).exit_code is not ExitCode.DONE:
         return None
     return merge_patch(manifest, yaml.safe_load(fixed.text)) or None
-
-
-def compare(cluster: Cluster, first: str, second: str) -> CommandAnswer:
-    """Two jobs of the namespace. Raises ClusterError."""
-    one, other = cluster.job(first), cluster.job(second)
-    changed, came_to = differences(one, other), outcomes(one, other, utc_now())
-    return CommandAnswer(
-        lambda: comparison_text(one, other, changed, came_to), lambda: _comparison_document(one, other, changed, came_to)
-    )
-
-
-def comparison_text(one: SeenJob, other: SeenJob, changed: list[Difference], came_to: list[Difference]) -> str:
-    """Settings that differ, then what came of both."""
-    names = (plain(one.name, 60), plain(other.name, 60))
-    rows = [(plain(each.name, 60), plain(each.first, 60), plain(each.second, 60)) for each in changed]
-    settings = table(("SETTING", *names), rows) if rows else "both jobs have the same settings\n"
-    results = [(each.name, plain(each.first, 60), plain(each.second, 60)) for each in came_to]
-    return settings + "\n" + table(("OUTCOME", *names), results)
-
-
-def _comparison_document(one: SeenJob, other: SeenJob, changed: list[Difference], came_to: list[Difference]) -> dict[str, Any]:
-    def entries(found: list[Difference]) -> list[dict[str, str]]:
-        return [{"name": each.name, "first": each.first, "second": each.second} for each in found]
-
-    return {"jobs": [one.title, other.title], "settings": entries(changed), "outcomes": entries(came_to)}

@@ -20,10 +20,10 @@ def examine(
     client = ClusterClient(context)
     with Interruption(stopping="the two pods and their policies are deleted") as interruption:
 
-        def probed(found: FineTuneProfileSpec | None) -> NetworkProbe | UnknownFact:
-            if found is None and image is None:
+        def probed(profile_spec: FineTuneProfileSpec | None) -> NetworkProbe | UnknownFact:
+            if profile_spec is None and image is None:
                 return UnknownFact("the network probe needs an image with Python: a readable profile, or --image")
-            settings = found or FineTuneProfileSpec(trainer_image=image or "")
+            settings = profile_spec or FineTuneProfileSpec(trainer_image=image or "")
             chosen = settings if image is None else settings.model_copy(update={"trainer_image": image})
             return probe_network(client, namespace, chosen, seconds, interruption)
 

@@ -29,7 +29,7 @@ _PARTIAL = ".part"
 
 
 class ResultSource(Protocol):
-    """Where the files are read."""
+    """A source of result files."""
 
     def listing(self) -> Mapping[str, Any]: ...
 
@@ -38,26 +38,26 @@ class ResultSource(Protocol):
 
 @dataclass(frozen=True)
 class Downloaded:
-    """What came."""
+    """The files that were copied."""
 
     directory: Path
     files: int
     bytes: int
-    """That were sent; files that were there already were not."""
+    """Bytes that were sent; files that existed already were not."""
 
     def text(self) -> str:
-        """For a person."""
+        """The answer for a person."""
         files = f"{self.files} file{'' if self.files == 1 else 's'}"
         return f"{self.directory}: {files}, as {LIST_NAME} names them; {self.bytes / 1e6:.1f} MB were sent\n"
 
     def document(self) -> dict[str, Any]:
-        """For a program."""
+        """The answer for a program."""
         return {"directory": str(self.directory), "files": self.files, "bytesSent": self.bytes}
 
 
 @dataclass(frozen=True)
 class Listener:
-    """Who waits for the files."""
+    """The listener to a copy."""
 
     told: Callable[[str], None]
     """Hears which file comes."""
@@ -79,7 +79,7 @@ def download(cluster: Cluster, name: str, directory: Path, seconds: int, listene
 
 
 def bring(source: ResultSource, directory: Path, listener: Listener) -> Downloaded:
-    """All files of the list, the list last. Raises ClusterError, LocalError."""
+    """Copy all files of the list, and the list last. Raises ClusterError, LocalError."""
     listing = source.listing()
     text = listing.get("sums")
     if not isinstance(text, str):
@@ -109,22 +109,22 @@ def parse_list(text: str) -> dict[str, str]:
     """Name -> SHA-256. Raises ClusterError for a line of another form, for a name that leads out of the directory, and for one
     under which the list itself or a part of another file is kept.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for line in text.splitlines():
         match = _LINE.fullmatch(line)
         name = match["name"] if match is not None else ""
         path = PurePosixPath(name)
         if match is None or name.startswith("/") or not path.name or ".." in path.parts or not name.isprintable():
             raise ClusterError(f"{LIST_NAME}: {plain(line, 120)!r} names no file of the results; something else has written it")
-        found[name] = match["sha256"]
+        digests[name] = match["sha256"]
     # Of names that differ, the paths may be the same: a//b, ./a/b.
-    written = Counter([PurePosixPath(LIST_NAME), *map(PurePosixPath, found)])
+    written = Counter([PurePosixPath(LIST_NAME), *map(PurePosixPath, digests)])
     parts = {path.with_name(f"{path.name}{_PARTIAL}") for path in written}
-    for name in found:
+    for name in digests:
         path = PurePosixPath(name)
         if path in parts or written[path] > 1:
             raise ClusterError(f"{LIST_NAME}: {plain(name, 120)!r} takes another file's place; something else has written it")
-    return found
+    return digests
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

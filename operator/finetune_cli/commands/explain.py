@@ -1,4 +1,4 @@
-"""`finetune explain`: what a word stands for that the product prints or reads."""
+"""`finetune explain`: the meaning of a word that the product prints or reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from finetune_cli.checks.cluster import CheckId
 from finetune_cli.checks.validate import DocumentOutcome
-from finetune_cli.corrections.without_value import answer_without_value
+from finetune_cli.corrections.foreign import answer_without_value
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.render.explanations import Explained
 from finetune_job.api.documentation import Word, member_words, words
@@ -25,7 +25,7 @@ _TEMPLATE = "spec.data.chatTemplate"
 
 
 def explain(asked: str) -> list[Explained]:
-    """Everything that the word stands for; empty if it stands for nothing.
+    """Find everything that a word stands for; empty if it stands for nothing.
 
     asked: the id of a finding, a failure class with or without the role that it is reported of (`train/NonFinite`), an exit code,
     a word of status (condition, reason, phase, outcome of an attempt), a verdict of `finetune validate`, a check of `finetune
@@ -34,12 +34,12 @@ def explain(asked: str) -> list[Explained]:
     """
     role, slash, rest = asked.strip().partition("/")
     word = rest if slash and role in set(Role) else asked.strip()
-    found = [*_findings(_as_id(word)), *(each for each in _words() if each.text.casefold() in (word.casefold(), _as_id(word)))]
+    meanings = [*_findings(_as_id(word)), *(each for each in _words() if each.text.casefold() in (word.casefold(), _as_id(word)))]
     # Of all words only checks have the names of fields; words of the status are told as such.
-    if not all(isinstance(each, Word) and each.kind == _CHECK for each in found):
-        return [*found, *_values(word, "spec.")]
+    if not all(isinstance(each, Word) and each.kind == _CHECK for each in meanings):
+        return [*meanings, *_values(word, "spec.")]
     fields = _fields(word)
-    return [*found, *fields, *_values(word), *([] if found or fields else _of_another_tool(word))]
+    return [*meanings, *fields, *_values(word), *([] if meanings or fields else _of_another_tool(word))]
 
 
 def nearest(asked: str) -> list[str]:
@@ -48,17 +48,17 @@ def nearest(asked: str) -> list[str]:
     ids = [*(rule.id for rule in RULES), *(entry.id for entry in ENTRIES), *(each.rule for each in TRANSITIONS)]
     known = {text.casefold(): text for text in [*ids, *(each.text for each in _words())] if not text.isdigit()}
     known = fields if "." in asked else fields | known
-    found = [
+    candidates = [
         near
         for form in (_as_id(asked), _path(asked), _path(asked).rpartition(".")[2])
         for near in difflib.get_close_matches(form, known, n=MAX_SUGGESTIONS)
     ]
-    return list(dict.fromkeys(known[near] for near in found))[:MAX_SUGGESTIONS]
+    return list(dict.fromkeys(known[near] for near in candidates))[:MAX_SUGGESTIONS]
 
 
 def _findings(identifier: str) -> list[Explained]:
-    found: list[Explained | None] = [rule_by_id(identifier), entry_by_id(identifier)]
-    return [each for each in (*found, *(each for each in TRANSITIONS if each.rule == identifier)) if each is not None]
+    entries: list[Explained | None] = [rule_by_id(identifier), entry_by_id(identifier)]
+    return [each for each in (*entries, *(each for each in TRANSITIONS if each.rule == identifier)) if each is not None]
 
 
 def _words() -> tuple[Word, ...]:
@@ -72,14 +72,14 @@ def _words() -> tuple[Word, ...]:
 
 
 def _fields(asked: str) -> list[FieldFacts]:
-    """By the whole path; if there is none, by its end, such as the name alone."""
+    """Fields of this path, or, if there is none, fields whose path ends with it."""
     path = _path(asked)
     whole = [each for each in all_fields() if _path(each.path) == path]
     return whole or [each for each in all_fields() if f".{_path(each.path)}".endswith(f".{path}")]
 
 
 def _values(asked: str, part: str = "") -> list[Word]:
-    """As values of fields of a part, of which each is told once with all that takes it."""
+    """Values of fields of a part; each is listed once, with all fields that take it."""
     fields: dict[str, list[FieldFacts]] = {}
     for field in (each for each in all_fields() if each.path.startswith(part)):
         for value in field.values:
@@ -92,8 +92,8 @@ def _values(asked: str, part: str = "") -> list[Word]:
 
 
 def _of_another_tool(asked: str) -> list[Word]:
-    said = answer_without_value(asked)
-    return [Word(asked, "setting of other tools", said)] if said else []
+    meaning = answer_without_value(asked)
+    return [Word(asked, "setting of other tools", meaning)] if meaning else []
 
 
 def _forms(field: FieldFacts) -> tuple[str, str]:

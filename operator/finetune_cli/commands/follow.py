@@ -22,32 +22,32 @@ _T = TypeVar("_T")
 
 def repeatedly(
     read: Callable[[], _T],
-    told: Callable[[str], None],
+    report: Callable[[str], None],
     until: Callable[[_T | None], bool],
     pause: Callable[[float], None] = time.sleep,
 ) -> Iterator[_T]:
-    """What `read` gives, every two seconds until `until` says so of the latest (None: of nothing yet).
+    """Yield what `read` returns, every two seconds until `until` accepts the latest (None: nothing yet).
 
-    A cluster that does not answer is tried again, and `told` of once.
+    If the cluster does not answer, try again, and report it once with `report`.
 
     Raises ClusterError for an answer that stays as it is, such as a missing right, after `MOST_FAILURES` in a row, and where
     `until` ends it before there was an answer.
     """
-    failures, found = 0, None
+    failures, latest = 0, None
     while True:
         try:
-            found = read()
+            latest = read()
         except ClusterError as error:
             failures += 1
             is_passing = error.status is None or error.status == 429 or error.status >= 500
-            if not is_passing or failures >= MOST_FAILURES or (found is None and until(None)):
+            if not is_passing or failures >= MOST_FAILURES or (latest is None and until(None)):
                 raise
             if failures == 1:
-                told(f"{error}; trying again")
+                report(f"{error}; trying again")
         else:
             failures = 0
-            yield found
-        if until(found):
+            yield latest
+        if until(latest):
             return
         pause(min(POLL_SECONDS * 2.0**failures, LONGEST_PAUSE_SECONDS))
 
@@ -55,10 +55,10 @@ def repeatedly(
 def wanted_condition(text: str) -> ConditionType:
     """The condition of `--for`: `Finished`, or as kubectl has it `condition=Finished`. Raises LocalError."""
     name = text.removeprefix("condition=").removesuffix("=True")
-    found = next((kind for kind in ConditionType if kind.casefold() == name.casefold()), None)
-    if found is None:
+    condition = next((kind for kind in ConditionType if kind.casefold() == name.casefold()), None)
+    if condition is None:
         raise LocalError(f"--for: {text!r} is not a condition of a job; it is one of {', '.join(ConditionType)}")
-    return found
+    return condition
 
 
 def outcome(job: SeenJob, wanted: ConditionType) -> ExitCode | None:
@@ -80,12 +80,12 @@ def wait_for(
     name: str,
     wanted: ConditionType,
     seconds: float,
-    told: Callable[[str], None],
+    report: Callable[[str], None],
     *,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> tuple[ExitCode, SeenJob | None]:
-    """How it ended, and the job as it was then, None for a job that was deleted; FAILED if the time ran out.
+    """Wait for a condition. Return the exit code, FAILED if the time ran out, and the job, None if it was deleted.
 
     Raises ClusterError.
     """
@@ -100,11 +100,11 @@ def wait_for(
                 return None
             raise
 
-    for job in repeatedly(read, told, lambda _: clock() > deadline, pause):
+    for job in repeatedly(read, report, lambda _: clock() > deadline, pause):
         if job is None or (latest is not None and job.uid != latest.uid):
             return ExitCode.REFUSED, None
         latest = job
-        found = outcome(job, wanted)
-        if found is not None:
-            return found, job
+        code = outcome(job, wanted)
+        if code is not None:
+            return code, job
     return ExitCode.FAILED, latest

@@ -37,7 +37,7 @@ HEAD = """\
 
 @dataclass(frozen=True)
 class Answers:
-    """What a manifest is made from; None: not given."""
+    """Answers that a manifest is made from; None: not given."""
 
     model: str | None
     data: str | None
@@ -53,7 +53,7 @@ class Answers:
 
 
 def ask(given: Answers, records: FirstRecords | None = None, *, is_terminal: bool) -> Answers:
-    """With answers to what is missing. Raises LocalError, without a terminal."""
+    """Ask for missing answers. Raises LocalError without a terminal."""
     answers = given
     for field, (question, option) in _QUESTIONS.items():
         if getattr(answers, field) is None:
@@ -136,8 +136,8 @@ def made_for(text: str, records: FirstRecords) -> tuple[str, Report, list[str]]:
     words. Raises LocalError.
     """
     (fixed,) = fix([(_NAME, text)], records=records.findings)
-    told = [f"the first records need {changes_text(finding.changes)}" for _, finding in fixed.made]
-    return fixed.text, records.judged(validate_files([(_NAME, fixed.text)]), told.append), told
+    messages = [f"the first records need {changes_text(finding.changes)}" for _, finding in fixed.made]
+    return fixed.text, records.judged(validate_files([(_NAME, fixed.text)]), messages.append), messages
 
 
 def _name(model: str) -> str:

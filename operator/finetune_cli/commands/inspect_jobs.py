@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from finetune_cli.jobs.progress import figures
 from finetune_cli.jobs.seen import SeenJob
+from finetune_cli.jobs.stored_run import StoredCheckpoint
 from finetune_cli.render.jobs import jobs_document, jobs_text
 
 
 @dataclass(frozen=True)
 class CommandAnswer:
-    """What a command has to say, both ways."""
+    """Answer of a command, as text and as data."""
 
     text: Callable[[], str]
     document: Callable[[], dict[str, Any]]
@@ -40,14 +41,23 @@ def list_changes(jobs: list[SeenJob], before: dict[str, str] | None, place: str,
     return CommandAnswer(text, lambda: jobs_document(shown, now))
 
 
-def status_answer(job: SeenJob, losses: list[float], *, is_watched: bool) -> CommandAnswer:
-    """Where a job is. `losses`: known so far; while it is watched, its latest one is added."""
+def status_answer(
+    job: SeenJob, losses: list[float], checkpoints: Sequence[StoredCheckpoint] | None = None, *, is_watched: bool
+) -> CommandAnswer:
+    """Say where a job is.
+
+    losses: those known so far; while the job is watched, its latest one is added. checkpoints: None if the workspace was not
+    read.
+    """
     # The policies of failures, which a list has no use for.
     from finetune_cli.jobs.diagnosis import diagnose
     from finetune_cli.render.job_status import status_document, status_text
 
-    found, now = figures(job), utc_now()
-    if is_watched and found is not None and found.loss is not None:
-        losses.append(found.loss)
+    progress, now = figures(job), utc_now()
+    if is_watched and progress is not None and progress.loss is not None:
+        losses.append(progress.loss)
     diagnosis = diagnose(job, now)
-    return CommandAnswer(lambda: status_text(job, diagnosis, now, losses), lambda: status_document(job, diagnosis, now, losses))
+    return CommandAnswer(
+        lambda: status_text(job, diagnosis, now, losses, checkpoints),
+        lambda: status_document(job, diagnosis, now, losses, checkpoints),
+    )

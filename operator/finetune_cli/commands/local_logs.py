@@ -35,7 +35,7 @@ def local_log_lines(run: KnownRun, request: LogRequest, *, tail: int | None, fol
 
 
 def _lines(file: IO[bytes], rank: int | None, *, is_over: bool) -> Iterator[str]:
-    """From here on, those that are whole by now; the last one, too, if nobody writes any more."""
+    """Lines from here on that are complete, and the last one, too, if the file is no longer written."""
     while line := file.readline(_MOST_LINE_BYTES):
         if not is_over and not line.endswith(b"\n") and len(line) < _MOST_LINE_BYTES:
             file.seek(-len(line), 1)

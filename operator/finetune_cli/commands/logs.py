@@ -22,7 +22,7 @@ from finetune_job.reasons import AttemptOutcome
 
 @dataclass(frozen=True)
 class LogOptions:
-    """How much is shown."""
+    """Options that limit what is shown."""
 
     follow: bool = False
     since_seconds: int | None = None
@@ -88,8 +88,8 @@ def _of_workspace(cluster: Cluster, job: SeenJob, request: LogRequest, options: 
     folder = str(WorkspaceLayout(Path()).logs(stage, attempt))
     names = [folder] if request.rank is None else [f"{folder}/rank-{request.rank:05d}.log"]
     seen = False
-    with closing(read_workspace(cluster, job, names, options.tail or 0)) as found:
-        for each in found:
+    with closing(read_workspace(cluster, job, names, options.tail or 0)) as printed:
+        for each in printed:
             line, file = each.get("line"), str(each.get("file", ""))
             if isinstance(line, str):
                 seen = True

@@ -107,7 +107,7 @@ class MergeView:
         self._bars.update(self._task, completed=written, total=total)
 
     def begins(self, stage: str) -> None:
-        """This is done from now on."""
+        """Note that this step begins."""
         if stage == self._stage:
             return
         self._stage = stage
@@ -122,7 +122,7 @@ class MergeView:
 
 
 def merge_text(end: MergeEnd, order: MergeOrder) -> str:
-    """Where the model is, what its verification said, and what it took."""
+    """Say where the model is, what its verification found, and how long it took."""
     report = end.report
     rows: list[tuple[str, str]] = []
     if "output" in report:
@@ -137,12 +137,12 @@ def merge_text(end: MergeEnd, order: MergeOrder) -> str:
     if report.get("left_out"):
         rows.append(("left out", f"{', '.join(map(str, report['left_out']))}: next to the base, and no part of it by its index"))
     rows += _figures(report)
-    said = [*(f"  {line}" for line in end.said.splitlines()), ""] if end.said else []
-    return "\n".join(["", _HEADS[end.exit_code], *said, *row_lines(rows), ""])
+    message = [*(f"  {line}" for line in end.said.splitlines()), ""] if end.said else []
+    return "\n".join(["", _HEADS[end.exit_code], *message, *row_lines(rows), ""])
 
 
 def merge_document(end: MergeEnd) -> dict[str, Any]:
-    """The same as plain data: the report of the process, and how it ended."""
+    """The report of the process and how it ended, as plain data."""
     return {"outcome": end.exit_code.name.lower(), "message": end.said or None, **end.report}
 
 

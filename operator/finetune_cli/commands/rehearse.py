@@ -70,7 +70,7 @@ def _rehearse(place: RunDirectory, plan: RunPlan, seconds: float, console: Conso
 
 
 class _RehearsalPrinter:
-    """What the process says, on a terminal, and what follows from it; as a context manager it gives signs of life."""
+    """Prints what the process reports; as a context manager it gives signs of life."""
 
     def __init__(self, console: Console, job: str, *, silence_seconds: float = SILENCE_SECONDS) -> None:
         self._console, self._job = console, job
@@ -89,15 +89,15 @@ class _RehearsalPrinter:
         self._print(f"{self._job}: looking at the model, then trying the job on a scaled-down one (output: {log})")
         self._signs.doing("looking at the model")
 
-    def take(self, said: Mapping[str, Any]) -> None:
-        if "finding" in said:
-            self._print(finding_text(Finding.model_validate(said["finding"])))
-        elif "stage" in said:
-            self._print(stage_text(said["stage"]))
+    def take(self, line: Mapping[str, Any]) -> None:
+        if "finding" in line:
+            self._print(finding_text(Finding.model_validate(line["finding"])))
+        elif "stage" in line:
+            self._print(stage_text(line["stage"]))
             self._signs.doing("rehearsing")
-            self._signs.detail(f"the last stage that has ended is {said['stage']['stage']}")
-        elif "report" in said:
-            report = said["report"]
+            self._signs.detail(f"the last stage that has ended is {line['stage']['stage']}")
+        elif "report" in line:
+            report = line["report"]
             for finding in report["findings"]:
                 self._print(finding_text(Finding.model_validate(finding)))
             self._print(rehearsal_text(self._job, report))
@@ -109,7 +109,7 @@ class _RehearsalPrinter:
 
 
 def stage_text(stage: Mapping[str, Any]) -> str:
-    """One stage that has ended."""
+    """The line of a stage that has ended."""
     problem = str(stage["problem"]).strip().splitlines()
     ending = "right" if not problem else f"wrong: {problem[0]}"
     return f"  {stage['stage']:8} {stage['seconds']:5.1f} s  {ending}"

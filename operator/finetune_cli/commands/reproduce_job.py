@@ -45,10 +45,11 @@ class ReproductionOrder:
     waits: bool
 
 
-def reproduce_job(cluster: Cluster, order: ReproductionOrder, told: Callable[[str], None]) -> Change | AuditEnd:
+def reproduce_job(cluster: Cluster, order: ReproductionOrder, report: Callable[[str], None]) -> Change | AuditEnd:
     """Run the spec of a job again as a job of its own, unless one is there already, and compare what both have made.
 
-    told: hears how far the new job is. A Change: it was created, and nobody waits for it. Raises LocalError, ClusterError.
+    report: is called with the progress of the new job. Returns a Change if the job was created and is not waited for.
+    Raises LocalError, ClusterError.
     """
     job = cluster.job(order.job)
     if not job.has_ended:
@@ -63,10 +64,10 @@ def reproduce_job(cluster: Cluster, order: ReproductionOrder, told: Callable[[st
         made = _create(cluster, job, name, order.nodes)
         if not order.waits:
             return made
-        told(made.text())
+        report(made.text())
         again = made.job
     if order.waits:
-        again = _ended(cluster, job, again, told)
+        again = _ended(cluster, job, again, report)
     return _compared(cluster, job, again, expected)
 
 
@@ -74,14 +75,14 @@ def _made_already(cluster: Cluster, job: SeenJob, name: str, nodes: int | None) 
     document = cluster.get(API_VERSION, JOB_PLURAL, name)
     if document is None:
         return None
-    found = cluster.seen(document)
+    existing = cluster.seen(document)
     if not reproduces(document, job):
-        raise LocalError(f"--name {name}: {found.title} exists, and was not made to run {job.name} again; give another name")
-    if nodes not in (None, found.num_nodes):
+        raise LocalError(f"--name {name}: {existing.title} exists, and was not made to run {job.name} again; give another name")
+    if nodes not in (None, existing.num_nodes):
         raise LocalError(
-            f"--nodes {nodes}: {found.title} runs {job.name} again on {found.num_nodes}; give --name for another one"
+            f"--nodes {nodes}: {existing.title} runs {job.name} again on {existing.num_nodes}; give --name for another one"
         )
-    return found
+    return existing
 
 
 def _create(cluster: Cluster, job: SeenJob, name: str, nodes: int | None) -> Change:
@@ -94,7 +95,7 @@ def _create(cluster: Cluster, job: SeenJob, name: str, nodes: int | None) -> Cha
     return Change(made[0].job, said)
 
 
-def _ended(cluster: Cluster, job: SeenJob, again: SeenJob, told: Callable[[str], None]) -> SeenJob:
+def _ended(cluster: Cluster, job: SeenJob, again: SeenJob, report: Callable[[str], None]) -> SeenJob:
     """The new job once there is something to say of it: its end, or inputs that are not those of the job."""
 
     def is_decided(seen: SeenJob | None) -> bool:
@@ -102,10 +103,10 @@ def _ended(cluster: Cluster, job: SeenJob, again: SeenJob, told: Callable[[str],
 
     losses: list[float] = []
     latest, shown = again, ""
-    for latest in repeatedly(lambda: cluster.job(again.name), told, is_decided):
+    for latest in repeatedly(lambda: cluster.job(again.name), report, is_decided):
         if latest.resource_version != shown:
             shown = latest.resource_version
-            told(status_answer(latest, losses, is_watched=True).text())
+            report(status_answer(latest, losses, is_watched=True).text())
     return latest
 
 
@@ -125,8 +126,8 @@ def _compared(cluster: Cluster, job: SeenJob, again: SeenJob, expected: Results 
         )
         raise ClusterError(f"{again.title}: is {again.phase}, so there is nothing to compare with {job.name}; {fix}")
     expected = expected or _results(cluster, job)
-    found = _results(cluster, again)
-    findings += results_differ(expected, found, device_note(expected.devices, found.devices))
+    results = _results(cluster, again)
+    findings += results_differ(expected, results, device_note(expected.devices, results.devices))
     return AuditEnd(
         job.title,
         findings,

@@ -41,19 +41,19 @@ class Options:
     output_directory: Path | None
     fresh: bool
     ranks: int | None = None
-    """That train, if not as many as the job says."""
+    """Number of ranks; None: as the job says."""
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How the command ended."""
+    """The end of the command."""
 
     exit_code: ExitCode
     job: JobIdentity | None = None
     findings: Sequence[Finding] = field(default_factory=list)
-    """Of a job that was refused before anything ran."""
+    """Findings of a job that was refused before anything ran."""
     last: TerminationReport | None = None
-    """How the role ended that ran last; None: none did."""
+    """The end of the role that ran last; None: no role ran."""
     summary: Summary | None = None
 
 
@@ -90,12 +90,12 @@ def run_job(manifest: str, options: Options, console: Console) -> RunEnd:
 
 
 def run_text(end: RunEnd) -> str:
-    """What is said in the end, after what was told on the way."""
+    """The text at the end, after the messages on the way."""
     return "" if end.summary is None else summary_text(end.exit_code, end.summary)
 
 
 def run_document(end: RunEnd) -> dict[str, Any]:
-    """How it ended, as plain data."""
+    """The end as plain data."""
     failed = end.last if end.last is not None and end.last.outcome is not Outcome.SUCCEEDED else None
     findings = end.findings or (failed.findings if failed is not None else [])
     return {
@@ -110,19 +110,20 @@ def run_document(end: RunEnd) -> dict[str, Any]:
 
 
 def _refused_at_once(plan: RunPlan, directories: Mapping[str, Path], console: Console) -> Sequence[Finding]:
-    """Before anything heavy is imported: findings of the model's files, the first records, or the places of the results; empty
-    if none of them refuses the job. Raises LocalError.
+    """Look at the model's files, the first records and the places of the results before anything heavy is imported.
+
+    Return the findings; empty if none of them refuses the job. Raises LocalError.
     """
     seen = look(plan, directories, limit=FIRST_JUDGED, checks_model=True, checks_places=True)
-    told = [finding for finding in seen.findings if seen.is_refused or finding.rule in NOT_OF_PREFLIGHT]
-    for finding in told:
+    findings = [finding for finding in seen.findings if seen.is_refused or finding.rule in NOT_OF_PREFLIGHT]
+    for finding in findings:
         console.print(finding_text(finding), markup=False, soft_wrap=True)
-    return told if seen.is_refused else []
+    return findings if seen.is_refused else []
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Of a manifest, by the rules."""
+    """The refusal of a manifest by the rules."""
 
     exit_code: ExitCode
     findings: Sequence[Finding]

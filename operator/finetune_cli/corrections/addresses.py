@@ -10,7 +10,7 @@ from typing import Literal
 from finetune_job.api.base import HUB_DATASETS
 
 Use = Literal["model", "data", "output"]
-"""What the address is for."""
+"""The use of an address."""
 USUAL_CLAIM: dict[Use, str] = {"model": "models", "data": "data", "output": "models-out"}
 _HUB_LINK = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(.+)")
 _HUB_BRANCH = re.compile(r"/(?:tree|blob|resolve)/[^/]+")
@@ -26,7 +26,7 @@ _OWN_SCHEMES = {
     "docker": "oci",
 }
 _DRIVE = re.compile(r"([A-Za-z]):/+(.+)")
-"""Of a path of Windows."""
+"""A path of Windows."""
 _SEGMENT = re.compile(r"[^A-Za-z0-9._-]+")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|txt|arrow|gz|safetensors)$", re.IGNORECASE)
@@ -36,18 +36,18 @@ _LONGEST = 512
 
 @dataclass(frozen=True)
 class Address:
-    """What was probably meant."""
+    """The address that was probably meant."""
 
     text: str
     """`pvc://data/x.jsonl`."""
     note: str = ""
-    """What else is to be done, after "and"."""
+    """A further step, to be written after "and"."""
     is_certain: bool = False
     """Whether only the spelling differs."""
 
 
 def likely_addresses(written: str, use: Use) -> Iterator[Address]:
-    """The likeliest first; none of what tells nothing."""
+    """Yield likely addresses, the likeliest first; none for a text that says nothing."""
     text = written.strip().strip("\"'").replace("\\", "/")
     if not text or len(text) > _LONGEST:
         return
@@ -74,12 +74,12 @@ def likely_addresses(written: str, use: Use) -> Iterator[Address]:
 
 
 def slug(text: str, others: str = "") -> str:
-    """As Kubernetes names things: lower case, digits and dashes, at most 63 characters. others: what is kept besides."""
+    """A name of Kubernetes: lower case, digits and dashes, at most 63 characters. others: further characters that are kept."""
     return re.sub(rf"[^a-z0-9{re.escape(others)}]+", "-", text.lower())[:63].strip("-._")
 
 
 def _clean(path: str) -> str:
-    """With the characters that an address may have, and no way out of its root."""
+    """The path with the characters that an address may have, and without a way out of its root."""
     parts = (_SEGMENT.sub("-", part).strip("-") for part in path.split("/"))
     return "/".join(part for part in parts if part not in ("", ".", ".."))
 

@@ -17,7 +17,7 @@ def read(model: type[M], content: Any) -> M:
 
 
 def with_generated_name(content: Any) -> Any:
-    """With a name like the one that Kubernetes makes of metadata.generateName: five characters more than 58 of it at most."""
+    """Add a name like the one that Kubernetes makes of metadata.generateName: at most 58 of its characters, and five more."""
     metadata = content.get("metadata") if isinstance(content, dict) else None
     if not isinstance(metadata, dict) or metadata.get("name") is not None:
         return content

@@ -1,4 +1,4 @@
-"""What is wrong with a field, in words: of enumerations and forms, for which pydantic has none that people read."""
+"""Reasons why the schema refuses a field, in words that people read."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _FORMS = {
     DESTINATION_PATTERN: f"{_ADDRESS}hf://<org>/<model> a repository, oci://<registry>/<repository>:<tag> an image registry",
     HUB_NAME_PATTERN: "is not the name of a repository, which has two parts: <org>/<name>",
 }
-"""What is wrong with a text that does not match."""
+"""Reasons for texts that do not match, by pattern."""
 
 
 def reason_of(wrong: WrongField) -> str:
-    """Why the schema refuses a field."""
+    """Say why the schema refuses a field."""
     match wrong.kind:
         case "extra_forbidden":
             return "there is no such field"
@@ -45,12 +45,12 @@ def reason_of(wrong: WrongField) -> str:
 
 
 def accepted_words(wrong: WrongField) -> list[str]:
-    """Of an enumeration: what may be written."""
+    """Words of an enumeration that may be written."""
     return [word for word in re.findall(r"'([^']*)'", str(wrong.context.get("expected"))) if word not in REFUSED_WORDS]
 
 
 def listed(words: Sequence[str], *, last: str) -> str:
-    """In quotes; the first of many. last: word before the number of the others."""
+    """List words in quotes, the first of many. last: the word before the number of the others."""
     quoted = [f"'{word}'" for word in words]
     if len(words) > _MOST_LISTED:
         return f"{', '.join(quoted[:_FIRST_LISTED])} {last} {len(words) - _FIRST_LISTED} others"

@@ -1,11 +1,11 @@
-"""A field that the schema refuses, and what can be proposed for it; names as people spell them."""
+"""A field that the schema refuses, places in documents and models, and names as people spell them."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,32 +15,13 @@ from pydantic import BaseModel
 from finetune_job.api.documentation import field_docs
 from finetune_job.rules.rule import format_value, yaml_text
 
-Place = Sequence[int | str]
+Place = tuple[int | str, ...]
 """Names and indices from the top of a document to a field."""
 SURE = 0.8
-"""Likeness of two words from which on nothing but a slip of the pen is between them."""
+"""Likeness of two words from which on only a slip of the pen is between them."""
 _LIKE = 0.6
 LONGEST_WORD = 200
-"""Characters; longer ones are compared with nothing."""
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """One way to repair a field."""
-
-    fix: str
-    """In words."""
-    place: tuple[int | str, ...]
-    value: Any
-    """None removes the field."""
-    is_certain: bool = False
-    """Whether nothing else can have been meant, so that a program may make the change unasked."""
-    more: tuple[tuple[tuple[int | str, ...], Any], ...] = ()
-    """Further places and values."""
-    message: str = ""
-    """What is wrong, where the schema has no good words for it."""
-    note: str = ""
-    """What else is to be done, which the fix says at its end."""
+"""Characters of a word that is compared; longer ones are not."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +29,27 @@ class WrongField:
     """A field as the schema refuses it."""
 
     model: type[BaseModel]
-    """Of the whole document."""
+    """The model of the whole document."""
     content: Any
     """The whole document."""
-    place: tuple[int | str, ...]
+    place: Place
     kind: str
     """pydantic's word for the error."""
     context: Mapping[str, Any]
     value: Any
-    """As written; None for a field that is missing."""
+    """The value as written; None for a field that is missing."""
     message: str = ""
     """pydantic's words."""
 
     @property
     def name(self) -> str:
-        """Path, as in `spec.data.datasets[0].source`."""
+        """The path, as in `spec.data.datasets[0].source`."""
         return path_text(self.place)
+
+    @property
+    def key(self) -> str:
+        """The last name of the path."""
+        return str(self.place[-1])
 
     @property
     def holder(self) -> type[BaseModel] | None:
@@ -71,16 +57,8 @@ class WrongField:
         return model_at(self.model, self.plain)
 
     @property
-    def siblings(self) -> Any:
-        """What is written in the same mapping, this field included."""
-        found = self.content
-        for part in self.place[:-1]:
-            found = found[part]
-        return found
-
-    @property
-    def plain(self) -> tuple[int | str, ...]:
-        """Without the indices behind the last name."""
+    def plain(self) -> Place:
+        """The place without the indices behind its last name."""
         place = self.place
         while place and isinstance(place[-1], int):
             place = place[:-1]
@@ -88,8 +66,9 @@ class WrongField:
 
     @property
     def meaning(self) -> str:
-        """What the field is for, as its documentation says."""
-        return (field_docs(self.holder).get(str(self.plain[-1])) or "") if self.holder is not None and self.plain else ""
+        """The documented meaning of the field, in brackets."""
+        text = field_docs(self.holder).get(str(self.plain[-1])) if self.holder is not None and self.plain else ""
+        return f" ({text.rstrip('.')})" if text else ""
 
     @property
     def is_required(self) -> bool:
@@ -101,11 +80,40 @@ class WrongField:
 
 
 def path_text(place: Place) -> str:
-    """A place as people write it."""
+    """Write a place as people do."""
     text = ""
     for part in place:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text or "document"
+
+
+def value_at(content: Any, place: Place) -> Any:
+    """The value at a place, or None."""
+    for part in place:
+        if isinstance(content, dict):
+            content = content.get(part)
+        elif isinstance(content, list) and isinstance(part, int) and part < len(content):
+            content = content[part]
+        else:
+            return None
+    return content
+
+
+def with_value(content: Any, place: Place, value: Any) -> Any:
+    """A copy with a value at a place; None removes it. What blocks a path that leads further is replaced by a mapping."""
+    if not place:
+        return value
+    head, *rest = place
+    if isinstance(content, list) and isinstance(head, int):
+        inner = with_value(content[head], tuple(rest), value) if head < len(content) else value
+        return [*content[:head], *([] if inner is None else [inner]), *content[head + 1 :]]
+    mapping = content if isinstance(content, dict) else {}
+    if value is None and head not in mapping:
+        return content
+    inner = with_value(mapping.get(head), tuple(rest), value)
+    if inner is None:
+        return {name: each for name, each in mapping.items() if name != head}
+    return {**mapping, head: inner}
 
 
 def model_at(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
@@ -119,34 +127,31 @@ def model_at(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
 
 def inner_model(model: type[BaseModel], alias: str) -> type[BaseModel] | None:
     """The model of a field's value, or of the entries of its list."""
-    for info in model.model_fields.values():
-        if info.alias == alias:
-            return _model_in(info.annotation)
-    return None
+    return next((_model_in(info.annotation) for info in model.model_fields.values() if info.alias == alias), None)
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for each in getattr(annotation, "__args__", ()) if (found := _model_in(each)) is not None), None)
+    return next((inner for each in getattr(annotation, "__args__", ()) if (inner := _model_in(each)) is not None), None)
 
 
 def fields_of(model: type[BaseModel] | None) -> list[str]:
-    """Names as manifests have them."""
+    """Names of fields as manifests have them."""
     return [] if model is None else [info.alias or name for name, info in model.model_fields.items()]
 
 
 @cache
-def paths_of(model: type[BaseModel]) -> tuple[tuple[str, ...], ...]:
-    """Names from a model to each of its fields that is not in a list."""
-    found: list[tuple[str, ...]] = []
+def paths_of(model: type[BaseModel]) -> tuple[Place, ...]:
+    """The path from a model to each of its fields that is not in a list."""
+    paths: list[Place] = []
     for name, info in model.model_fields.items():
         alias = info.alias or name
-        found.append((alias,))
+        paths.append((alias,))
         inner = _model_in(info.annotation)
         if inner is not None and "list[" not in str(info.annotation):
-            found += [(alias, *path) for path in paths_of(inner)]
-    return tuple(found)
+            paths += [(alias, *path) for path in paths_of(inner)]
+    return tuple(paths)
 
 
 def letters(word: str) -> str:
@@ -154,8 +159,13 @@ def letters(word: str) -> str:
     return re.sub(r"[-_. ]", "", word).lower()
 
 
+def is_alike(one: Any, other: Any) -> bool:
+    """Whether two values are the same but for the spelling."""
+    return letters(one) == letters(other) if isinstance(one, str) and isinstance(other, str) else one == other
+
+
 def nearest(written: Any, words: Iterable[str]) -> tuple[str, bool] | None:
-    """The word that was most likely meant, and whether that is certain. What all words end with does not tell them apart."""
+    """The word that was most likely meant, and whether that is certain. An ending that all words share is left aside."""
     if not isinstance(written, str) or len(written) > LONGEST_WORD:
         return None
     known = list(words)
@@ -184,7 +194,7 @@ def nested_text(value: Any) -> str:
 
 
 def value_text(written: Any) -> str:
-    """A value as a manifest has it, its beginning at least."""
+    """A value as a manifest has it, or its beginning."""
     if isinstance(written, dict):
         return "a mapping"
     return shortened(json.dumps(written) if isinstance(written, str) else format_value(written))

@@ -1,4 +1,4 @@
-"""What is the matter with a job: the reason, what shows it, what to do, and, if one is known, a patch for a new job."""
+"""Diagnosis of a job: the reason, the evidence, what to do, and, if one is known, a patch for a new job."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Diagnosis:
     """The answer of `explain JOB`."""
 
     reason: str = ""
-    """In a sentence or two; empty: nothing is the matter."""
+    """The reason in a sentence or two; empty: nothing is wrong."""
     word: str = ""
     """The failure class or reason that `explain` tells more of."""
     evidence: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
-    """What to do, the surest first."""
+    """Advice, the surest first."""
     commands: tuple[str, ...] = ()
-    """For a shell."""
+    """Commands for a shell."""
     patch: Patch | None = None
     """JSON merge patch of a manifest of a new job; None: no change is known that would help."""
 
@@ -48,12 +48,15 @@ class Diagnosis:
 def diagnose(
     job: SeenJob, now: datetime, pods: Sequence[SeenPod] = (), events: Sequence[SeenEvent] = (), fixes: Patch | None = None
 ) -> Diagnosis:
-    """From the status, and as far as they were seen from pods and events. `fixes`: of the rules' findings, as a patch."""
-    found = _of_status(job, now, fixes)
-    if not found.reason:
-        return found
-    evidence = [*found.evidence, *_pod_evidence(pods), *_event_evidence(events)]
-    return replace(found, evidence=tuple(dict.fromkeys(evidence))[:_MOST_EVIDENCE])
+    """Diagnose a job from its status, and from pods and events as far as they were seen.
+
+    `fixes`: of the rules' findings, as a patch.
+    """
+    diagnosis = _of_status(job, now, fixes)
+    if not diagnosis.reason:
+        return diagnosis
+    evidence = [*diagnosis.evidence, *_pod_evidence(pods), *_event_evidence(events)]
+    return replace(diagnosis, evidence=tuple(dict.fromkeys(evidence))[:_MOST_EVIDENCE])
 
 
 def _of_status(job: SeenJob, now: datetime, fixes: Patch | None) -> Diagnosis:
@@ -87,11 +90,11 @@ def _of_status(job: SeenJob, now: datetime, fixes: Patch | None) -> Diagnosis:
 
 
 def _failed(job: SeenJob) -> Diagnosis:
-    said = find_condition(job.status.conditions, ConditionType.SUCCEEDED)
-    reason = said.reason if said is not None else Reason.FAILED
+    condition = find_condition(job.status.conditions, ConditionType.SUCCEEDED)
+    reason = condition.reason if condition is not None else Reason.FAILED
     attempt = last_failure(job)
     if attempt is None or attempt.failure is None:
-        message = said.message if said is not None else ""
+        message = condition.message if condition is not None else ""
         return Diagnosis(
             f"{_meaning(reason)} {message}".strip(), reason, advice=(_STAYS_FAILED,), commands=(_new_job(job, None),)
         )
@@ -173,7 +176,7 @@ def _stalled(job: SeenJob, fixes: Patch | None) -> Diagnosis:
 def _under_way(job: SeenJob, now: datetime) -> Diagnosis:
     ready = find_condition(job.status.conditions, ConditionType.READY)
     if ready is not None and ready.reason == Reason.OPERATOR_ERROR:
-        advice = "Show the message to those who run the operator; no change of the manifest helps. The job continues by itself."
+        advice = "Report this to your platform team; changing the manifest will not help. The job continues by itself."
         return Diagnosis(f"{_meaning(ready.reason)} {ready.message}".strip(), ready.reason, advice=(advice,))
     stage = current_stage(job)
     if stage is None or stage.reason == Reason.RUNNING:
@@ -255,5 +258,5 @@ def _event_evidence(events: Sequence[SeenEvent]) -> Iterable[str]:
 
 
 def _meaning(word: str) -> str:
-    """What the product says that a failure class or a reason means."""
+    """The meaning of a failure class or a reason."""
     return member_docs(FailureClass).get(word) or member_docs(Reason).get(word) or ""

@@ -9,8 +9,8 @@ from typing import Any
 
 def part(content: object, *keys: str) -> Mapping[str, Any]:
     """The object at these keys, or an empty one."""
-    found = value(content, *keys)
-    return found if isinstance(found, Mapping) else {}
+    item = value(content, *keys)
+    return item if isinstance(item, Mapping) else {}
 
 
 def value(content: object, *keys: str) -> Any:
@@ -22,20 +22,20 @@ def value(content: object, *keys: str) -> Any:
 
 def text(content: object, *keys: str) -> str:
     """The text at these keys, or an empty one."""
-    found = value(content, *keys)
-    return found if isinstance(found, str) else ""
+    item = value(content, *keys)
+    return item if isinstance(item, str) else ""
 
 
 def number(content: object, *keys: str) -> int | None:
     """The whole number at these keys, or None."""
-    found = value(content, *keys)
-    return found if isinstance(found, int) and not isinstance(found, bool) else None
+    item = value(content, *keys)
+    return item if isinstance(item, int) and not isinstance(item, bool) else None
 
 
 def elements(content: object, *keys: str) -> list[Mapping[str, Any]]:
     """The objects of the list at these keys."""
-    found = value(content, *keys)
-    return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+    item = value(content, *keys)
+    return [one for one in item if isinstance(one, Mapping)] if isinstance(item, list) else []
 
 
 def texts(content: object, *keys: str) -> dict[str, str]:
@@ -43,19 +43,19 @@ def texts(content: object, *keys: str) -> dict[str, str]:
     return {str(key): one for key, one in part(content, *keys).items() if isinstance(one, str)}
 
 
-def moment(said: str) -> datetime | None:
+def moment(written: str) -> datetime | None:
     """A time of the API server, in UTC, or None; also for one that is before or after all of Python's."""
     try:
-        found = datetime.fromisoformat(said)
-        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+        parsed = datetime.fromisoformat(written)
+        return parsed.replace(tzinfo=UTC) if parsed.tzinfo is None else parsed.astimezone(UTC)
     except (ValueError, OverflowError):
         return None
 
 
-def decimal(said: str) -> float | None:
+def decimal(written: str) -> float | None:
     """A number in a status, or None; not one that is infinite."""
     try:
-        found = float(said)
+        parsed = float(written)
     except ValueError:
         return None
-    return found if abs(found) < float("inf") else None
+    return parsed if abs(parsed) < float("inf") else None

@@ -13,10 +13,10 @@ _MOST = 10 * 365 * 86_400
 
 def parse_duration(text: str, option: str) -> float:
     """Seconds of `90`, `90s`, `10m`, `1h30m` or `2d`. Raises LocalError."""
-    found = _FORM.fullmatch(text.strip()) if text.strip() else None
-    if found is None:
+    match = _FORM.fullmatch(text.strip()) if text.strip() else None
+    if match is None:
         raise LocalError(f"{option}: {text!r} is not a length of time; write 90s, 10m, 1h30m or 2d")
-    seconds = sum(float(number) * unit for number, unit in zip(found.groups(), _UNITS.values(), strict=True) if number)
+    seconds = sum(float(number) * unit for number, unit in zip(match.groups(), _UNITS.values(), strict=True) if number)
     if seconds > _MOST:
         raise LocalError(f"{option}: {text!r} is more than ten years; write a shorter time")
     return seconds

@@ -25,8 +25,8 @@ _KEPT_METADATA = ("labels",)
 
 def next_name(name: str, taken: Collection[str]) -> str:
     """`tune-2` after `tune`, `tune-3` after `tune-2`: the first that is not taken, of at most `MAX_JOB_NAME` characters."""
-    found = _NUMBERED.fullmatch(name)
-    stem, number = (found["stem"], int(found["number"])) if found is not None else (name, 1)
+    match = _NUMBERED.fullmatch(name)
+    stem, number = (match["stem"], int(match["number"])) if match is not None else (name, 1)
     while True:
         number += 1
         candidate = f"{stem[: MAX_JOB_NAME - len(str(number)) - 1].rstrip('-.')}-{number}"
@@ -58,7 +58,7 @@ def fork_of(document: Mapping[str, Any], name: str, changes: Iterable[FieldChang
 
 
 def start_changes(document: Mapping[str, Any], step: int) -> list[FieldChange]:
-    """What makes a copy of a job begin with its checkpoint of this step: the place, on the same claim. Raises LocalError."""
+    """Changes that make a copy of a job begin with its checkpoint of this step, on the same claim. Raises LocalError."""
     metadata, workspace = document.get("metadata"), document["spec"].get("workspace")
     if not isinstance(metadata, Mapping) or not isinstance(workspace, Mapping):
         raise LocalError("--from: the job has no metadata or no spec.workspace, by which its checkpoints are found")
@@ -74,7 +74,7 @@ def start_changes(document: Mapping[str, Any], step: int) -> list[FieldChange]:
 
 
 def other_destination(destination: str, name: str) -> str:
-    """The same kind of place under another name: a folder, a repository or a tag of its own."""
+    """A place of the same kind under another name: a folder, a repository or a tag of its own."""
     address = destination.rstrip("/")
     scheme, _, place = address.partition("://")
     if scheme == "oci":
@@ -100,7 +100,7 @@ def parse_change(text: str) -> FieldChange:
 
 
 def _is_below_a_map(path: str) -> bool:
-    """Such as an entry of rankPattern or a label: the API has no list of them."""
+    """Whether a path is below a map, such as an entry of rankPattern or a label: the API has no list of them."""
     maps = ["metadata.labels", *(each.path for each in all_fields() if each.kind == JOB_KIND and each.takes_any_key)]
     return any(path.startswith(f"{each}.") for each in maps)
 

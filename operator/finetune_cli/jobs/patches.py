@@ -20,14 +20,14 @@ Patch = dict[str, Any]
 _MOST_TIMEOUT_SECONDS, _MOST_DEADLINE_SECONDS = 86_400, 604_800
 """The API takes no more."""
 _SLOWER = 0.5
-"""What a learning rate that diverged is at least multiplied by."""
+"""Factor by which a learning rate that diverged is reduced at least."""
 _WRITES_TO_WORKSPACE = (Role.FETCH, Role.PREFLIGHT, Role.TRAIN)
 _SHORTEST_SEQUENCE = 256
 """Tokens; below it few records would be left."""
 
 
 def patch_for(failure: FailureClass, job: SeenJob, role: str) -> Patch | None:
-    """What to change in a new job after such a failure of a role, if a change of settings can help; None if not.
+    """Settings to change in a new job after such a failure of a role; None if no setting can help.
 
     The result of training is the same with the changes for memory and disk, but for a shorter sequence, beyond which records are
     dropped. That and a lower learning rate are proposals.
@@ -85,7 +85,7 @@ NO_PATCH: Mapping[FailureClass, str] = {
 
 
 def _less_memory(job: SeenJob) -> Patch | None:
-    """For a rank, the change first that costs least."""
+    """Settings with which a rank needs less memory, the cheapest change first."""
     micro = _effective(job, "microBatchSize")
     if isinstance(micro, int) and micro > 1:
         return {"spec": {"training": {"microBatchSize": micro // 2 if micro % 2 == 0 else 1}}}
@@ -108,7 +108,7 @@ def _lower_rate(job: SeenJob) -> Patch | None:
 
 
 def _longer_waits(job: SeenJob) -> Patch | None:
-    """Of both who may say that nothing happens: the ranks' watchdog and, if it is to, the operator."""
+    """Longer deadlines of both that detect a stall: the ranks' watchdog and, if it is set, the operator's."""
     seconds = documents.number(job.spec, "training", "stepTimeoutSeconds") or TrainingSpec().step_timeout_seconds
     deadline = documents.number(job.spec, "run", "stallDeadlineSeconds")
     patch: Patch = {}
@@ -132,9 +132,9 @@ def _less_disk(job: SeenJob, role: str) -> Patch | None:
 
 def _effective(job: SeenJob, setting: str, part: str = "training") -> object:
     """A setting of a part of the spec as the manifest or, if it leaves it open, the plan has it."""
-    found = documents.value(job.spec, part, setting)
-    if found is not None or job.status.plan is None:
-        return found
+    written = documents.value(job.spec, part, setting)
+    if written is not None or job.status.plan is None:
+        return written
     for choice in job.status.plan.choices:
         if choice.field == f"spec.{part}.{setting}":
             try:
@@ -145,7 +145,7 @@ def _effective(job: SeenJob, setting: str, part: str = "training") -> object:
 
 
 def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Patch:
-    """What turns one object into the other, as a JSON merge patch (RFC 7396); empty if they are the same."""
+    """The JSON merge patch (RFC 7396) from one object to the other; empty if they are the same."""
     patch: Patch = {key: None for key in before if key not in after}
     for key, value in after.items():
         earlier = before.get(key)

@@ -12,27 +12,27 @@ from finetune_job.names import Role
 
 @dataclass(frozen=True)
 class LogRequest:
-    """What the options of `logs` ask for."""
+    """Logs that the options of `logs` ask for."""
 
     stage: Role | None = None
-    """None: the current one, or the latest that has pods."""
+    """The stage; None: the current one, or the latest that has pods."""
     attempt: int | None = None
-    """None: the latest."""
+    """The attempt; None: the latest."""
     rank: int | None = None
-    """Of the gang; None: all."""
+    """Rank of the gang; None: all."""
     failed: bool = False
     """Only pods that ended without success."""
 
 
 def chosen_pods(job: SeenJob, pods: Sequence[SeenPod], request: LogRequest) -> list[SeenPod]:
     """The pods of one stage and attempt, in the order of their node ranks."""
-    found = [pod for pod in pods if not request.failed or pod.phase == "Failed"]
-    stage = str(request.stage) if request.stage is not None else _stage(job, found)
-    found = [pod for pod in found if pod.role == stage]
-    attempt = request.attempt if request.attempt is not None else max((pod.attempt for pod in found), default=0)
+    candidates = [pod for pod in pods if not request.failed or pod.phase == "Failed"]
+    stage = str(request.stage) if request.stage is not None else _stage(job, candidates)
+    candidates = [pod for pod in candidates if pod.role == stage]
+    attempt = request.attempt if request.attempt is not None else max((pod.attempt for pod in candidates), default=0)
     node = None if request.rank is None else request.rank // ranks_per_node(job)
     return sorted(
-        (pod for pod in found if pod.attempt == attempt and node in (None, pod.node_rank)),
+        (pod for pod in candidates if pod.attempt == attempt and node in (None, pod.node_rank)),
         key=lambda pod: (pod.node_rank, pod.name),
     )
 

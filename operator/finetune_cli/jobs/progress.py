@@ -36,12 +36,12 @@ _NOT_BEGUN = (Reason.PENDING, Reason.NOT_OBSERVED)
 
 def current_stage(job: SeenJob) -> Condition | None:
     """The first stage that is not done; None if all are, or nothing is known."""
-    found = (find_condition(job.status.conditions, kind) for kind in STAGES)
-    return next((each for each in found if each is not None and each.status != "True"), None)
+    conditions = (find_condition(job.status.conditions, kind) for kind in STAGES)
+    return next((each for each in conditions if each is not None and each.status != "True"), None)
 
 
 def stage_name(job: SeenJob) -> str:
-    """Name of that stage; empty if there is none."""
+    """Name of the current stage; empty if there is none."""
     stage = current_stage(job)
     return "" if stage is None else STAGE_NAMES[stage.type]
 
@@ -71,51 +71,51 @@ class Figures:
 
     @property
     def share(self) -> float:
-        """Of the steps that are done, 0 to 1."""
+        """Share of the steps that are done, 0 to 1."""
         return min(max(self.step / self.total, 0.0), 1.0)
 
 
 def figures(job: SeenJob) -> Figures | None:
-    """None before the first word on progress."""
-    found = job.status.progress
-    if found is None or found.total_steps <= 0:
+    """Figures of the training; None before the first report of progress."""
+    progress = job.status.progress
+    if progress is None or progress.total_steps <= 0:
         return None
     return Figures(
-        step=found.step,
-        total=found.total_steps,
-        loss=decimal(found.loss),
-        eval_loss=decimal(found.eval_loss),
-        initial_eval_loss=decimal(found.initial_eval_loss),
-        tokens_per_second=decimal(found.tokens_per_second),
-        calculated_tokens_per_second=decimal(found.calculated_tokens_per_second),
-        mfu=decimal(found.mfu),
-        goodput=decimal(found.goodput),
-        checkpoint=found.checkpoint_step,
+        step=progress.step,
+        total=progress.total_steps,
+        loss=decimal(progress.loss),
+        eval_loss=decimal(progress.eval_loss),
+        initial_eval_loss=decimal(progress.initial_eval_loss),
+        tokens_per_second=decimal(progress.tokens_per_second),
+        calculated_tokens_per_second=decimal(progress.calculated_tokens_per_second),
+        mfu=decimal(progress.mfu),
+        goodput=decimal(progress.goodput),
+        checkpoint=progress.checkpoint_step,
     )
 
 
 def seconds_left(job: SeenJob, now: datetime) -> float | None:
-    """Until the last step, at the pace since the first one, interruptions included; None while nothing trains or is due."""
-    found = job.status.progress
-    if found is None or state(job) != Reason.RUNNING or stage_name(job) != Role.TRAIN:
+    """Seconds to the last step, at the pace since the first one, including interruptions; None while nothing trains or is due."""
+    progress = job.status.progress
+    if progress is None or state(job) != Reason.RUNNING or stage_name(job) != Role.TRAIN:
         return None
-    first, latest = moment(found.first_step_time), moment(found.advanced_time)
-    if first is None or latest is None or found.step <= 1 or latest <= first:
+    first, latest = moment(progress.first_step_time), moment(progress.advanced_time)
+    if first is None or latest is None or progress.step <= 1 or latest <= first:
         return None
-    pace = (latest - first).total_seconds() / (found.step - 1)
-    left = (found.total_steps - found.step) * pace - (now - latest).total_seconds()
+    pace = (latest - first).total_seconds() / (progress.step - 1)
+    left = (progress.total_steps - progress.step) * pace - (now - latest).total_seconds()
     # Long after it should have been done, nobody knows.
     return left if left >= 0 else None
 
 
 def seconds_between(start: str, end: str, now: datetime) -> float | None:
-    """Between two times in a status, or until now if the second is not set; None without a first."""
+    """Seconds between two times in a status, or until now if the second is not set; None without a first."""
     begun, ended = moment(start), moment(end) or now
     return None if begun is None else max((ended - begun).total_seconds(), 0.0)
 
 
 def device_seconds(job: SeenJob, now: datetime) -> float:
-    """That its training pods held, from when all had a node."""
+    """Seconds of devices that the training pods held, from when all had a node."""
     return sum(
         (seconds_between(each.scheduled_time or each.start_time, each.end_time, now) or 0.0) * ranks_of(job, each)
         for each in job.attempts_of(Role.TRAIN)
@@ -124,14 +124,8 @@ def device_seconds(job: SeenJob, now: datetime) -> float:
 
 
 def ranks_of(job: SeenJob, attempt: Attempt) -> int:
-    """Of one attempt: an elastic gang has fewer at times, and never more, whatever somebody has written into its status."""
+    """Ranks of one attempt: an elastic gang has fewer at times, and never more, whatever is written into its status."""
     return job.num_ranks if attempt.ranks is None else min(max(attempt.ranks, 1), job.num_ranks)
-
-
-def ranks_now(job: SeenJob) -> int:
-    """Of the attempt that trains, or trained last; before it is recorded, of all nodes."""
-    attempts = job.attempts_of(Role.TRAIN)
-    return ranks_of(job, attempts[-1]) if attempts else job.num_ranks
 
 
 @dataclass(frozen=True)

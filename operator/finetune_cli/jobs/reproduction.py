@@ -26,10 +26,10 @@ _LAYOUT = OutputLayout(Path())
 ADAPTER, MERGED = str(_LAYOUT.adapter), str(_LAYOUT.merged)
 _MANIFESTS = {f"{name}/manifest.json": name for name in (ADAPTER, MERGED)}
 RESULT_FILES = (*_MANIFESTS, str(_LAYOUT.provenance))
-"""Of the results: with the digests of what was trained and merged, and with the devices that trained it."""
+"""Files of the results that have the digests of adapter and merged model, and the devices that trained them."""
 _SUFFIX = "-reproduced"
 _CHOSEN_BY_MEMORY = (RECOMPUTATION_FIELD, "spec.training.microBatchSize")
-"""What other nodes, with another share of memory, might choose otherwise."""
+"""Settings that other nodes, with another share of memory, might choose differently."""
 _MOST_NAMED = 5
 
 
@@ -69,7 +69,7 @@ def _destination(job: SeenJob, name: str, folder: str) -> str:
 
 
 def _node_changes(job: SeenJob, nodes: int | None) -> list[FieldChange]:
-    """As many ranks, on so many nodes: the sums are taken over the ranks that the job asks for."""
+    """Changes that spread the same ranks over so many nodes: sums are taken over the ranks that the job asks for."""
     if nodes is None or nodes == job.num_nodes:
         return []
     if documents.text(job.spec, "training", "reduction") != GradientReduction.ORDERED:
@@ -96,16 +96,16 @@ def _node_changes(job: SeenJob, nodes: int | None) -> list[FieldChange]:
 
 @dataclass(frozen=True)
 class Results:
-    """What the results of a job say of themselves."""
+    """Digests and devices that the results of a job name."""
 
     files: Mapping[str, str]
     """SHA-256 of each file of the adapter and of the merged model, by its name in the results."""
     devices: frozenset[str]
-    """That trained it; empty: they are not known."""
+    """Devices that trained it; empty: they are not known."""
 
 
 def read_results(job: SeenJob, printed: Iterable[Mapping[str, Any]]) -> Results:
-    """From what a pod printed of RESULT_FILES, whatever it is. Raises LocalError if that is not what the job left."""
+    """Read what a pod printed of RESULT_FILES, whatever is in it. Raises LocalError if that is not what the job left."""
     texts: dict[str, str] = {}
     for each in printed:
         if each.get("cut") is True:
@@ -137,7 +137,7 @@ def _loaded(text: str) -> Any:
 
 
 def _digests(text: str) -> dict[str, str]:
-    """By the names in a manifest: training lists its files by name, the merge as a list."""
+    """Digests by name in a manifest: training has a mapping of files, the merge a list."""
     manifest = _loaded(text)
     listed = [
         *((str(name), entry) for name, entry in documents.part(manifest, "files").items()),
@@ -152,13 +152,13 @@ def _devices(text: str) -> frozenset[str]:
 
 
 def inputs_differ(first: SeenJob, second: SeenJob) -> list[Finding]:
-    """What preflight found otherwise, as far as both have said it."""
+    """Differences in what preflight found, as far as both have reported it."""
     before, now = first.status.plan, second.status.plan
     if before is None or now is None:
         return []
-    found = []
+    findings = []
     if before.data_hash and now.data_hash and before.data_hash != now.data_hash:
-        found.append(
+        findings.append(
             audit_finding(
                 "audit-data-differs",
                 field="spec.data.source",
@@ -168,7 +168,7 @@ def inputs_differ(first: SeenJob, second: SeenJob) -> list[Finding]:
             )
         )
     if before.model_digest and now.model_digest and before.model_digest != now.model_digest:
-        found.append(
+        findings.append(
             audit_finding(
                 "audit-base-differs",
                 field="spec.model.source",
@@ -177,7 +177,7 @@ def inputs_differ(first: SeenJob, second: SeenJob) -> list[Finding]:
             )
         )
     if before.trainer_image and now.trainer_image and before.trainer_image != now.trainer_image:
-        found.append(
+        findings.append(
             audit_finding(
                 "audit-not-proven",
                 field="trainerImage",
@@ -187,12 +187,12 @@ def inputs_differ(first: SeenJob, second: SeenJob) -> list[Finding]:
                 fix="Name the first image in a profile to compare under the same conditions",
             )
         )
-    return found
+    return findings
 
 
 def results_differ(first: Results, second: Results, note: str) -> list[Finding]:
     """The files that are not the same, the adapter's first. note: what may explain it."""
-    found = []
+    findings = []
     for name in (ADAPTER, MERGED):
         names = [each for each in sorted({*first.files, *second.files}) if each.startswith(f"{name}/")]
         different = [plain(each, 200) for each in names if first.files.get(each) != second.files.get(each)]
@@ -200,5 +200,5 @@ def results_differ(first: Results, second: Results, note: str) -> list[Finding]:
             more = len(different) - _MOST_NAMED
             shown = ", ".join(different[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
             message = f"{len(different)} of {len(names)} files are not what the plan gives: {shown}{note}"
-            found.append(audit_finding("audit-result-differs", field=name, message=message))
-    return found
+            findings.append(audit_finding("audit-result-differs", field=name, message=message))
+    return findings

@@ -33,7 +33,7 @@ class SeenJob:
     is_on_cpu: bool = False
     """Whether its profile names no GPU, as far as that was looked at."""
     context: str | None = None
-    """Of the kubeconfig, if the user named one; None: the current one."""
+    """Context of the kubeconfig that the user named; None: the current one."""
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class SeenJob:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """By which any command finds it."""
+        """Flags with which any command finds the job."""
         return place_flags(self.namespace, self.context)
 
     def command(self, verb: str, *more: str) -> str:
@@ -82,7 +82,7 @@ class SeenJob:
 
     @property
     def team(self) -> str:
-        """Who is charged for it."""
+        """The team that is charged for it."""
         return self.labels.get(LABEL_TEAM) or self.namespace
 
     @property
@@ -95,7 +95,7 @@ class SeenJob:
         return documents.text(self.spec, "profile") or DEFAULT_PROFILE
 
     def with_profile(self, profile: Mapping[str, Any] | None) -> SeenJob:
-        """With what its profile says of the devices; None: it was not seen."""
+        """The job with the devices that its profile names; None: the profile was not seen."""
         return replace(self, is_on_cpu=profile is not None and documents.value(profile, "spec", "gpu") is None)
 
     @property
@@ -105,7 +105,7 @@ class SeenJob:
 
     @property
     def phase(self) -> str:
-        """One word for where it is."""
+        """The phase of the job, in one word."""
         return str(job_phase(self.status.conditions) if self.status.conditions else NOT_SEEN)
 
     @property
@@ -143,24 +143,24 @@ def seen_job(document: Mapping[str, Any]) -> SeenJob:
     try:
         return SeenJob(document, read_status(content))
     except (ValidationError, TypeError, AttributeError, ValueError):
-        kept = {key: readable for key, found in content.items() if (readable := _readable(key, found)) is not None}
+        kept = {key: readable for key, value in content.items() if (readable := _readable(key, value)) is not None}
     unreadable = tuple(sorted(key for key in content if kept.get(key) != content[key]))
     return SeenJob(document, read_status(kept), unreadable)
 
 
-def _readable(key: str, found: object) -> object:
-    """As much of a field as can be read: of a list the elements that can."""
-    if _can_be_read(key, found):
-        return found
-    if not isinstance(found, list):
+def _readable(key: str, value: object) -> object:
+    """The readable part of a field; for a list, its readable elements."""
+    if _can_be_read(key, value):
+        return value
+    if not isinstance(value, list):
         return None
-    kept = [one for one in found if _can_be_read(key, [one])]
+    kept = [one for one in value if _can_be_read(key, [one])]
     return kept if _can_be_read(key, kept) else None
 
 
-def _can_be_read(key: str, found: object) -> bool:
+def _can_be_read(key: str, value: object) -> bool:
     try:
-        read_status({key: found})
+        read_status({key: value})
     except (ValidationError, TypeError, AttributeError, ValueError):
         return False
     return True
@@ -210,7 +210,7 @@ class SeenPod:
 
     @property
     def node(self) -> str:
-        """Where it runs; empty: it has no node yet."""
+        """The pod's node; empty: it has no node yet."""
         return documents.text(self.document, "spec", "nodeName")
 
     @property
@@ -233,11 +233,11 @@ class SeenPod:
 
 def seen_pod(document: Mapping[str, Any]) -> SeenPod:
     """A pod whatever its status holds."""
-    found = []
+    containers = []
     for each in documents.elements(document, "status", "containerStatuses"):
         states = documents.part(each, "state")
         state = next(iter(states), "")
-        found.append(
+        containers.append(
             SeenContainer(
                 documents.text(each, "name"),
                 state,
@@ -247,7 +247,7 @@ def seen_pod(document: Mapping[str, Any]) -> SeenPod:
                 documents.number(each, "restartCount") or 0,
             )
         )
-    return SeenPod(document, tuple(found))
+    return SeenPod(document, tuple(containers))
 
 
 @dataclass(frozen=True)

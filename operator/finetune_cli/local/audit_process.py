@@ -1,4 +1,4 @@
-"""What the trainer's process for audits answers: the parts of a run, and what differs between two directories."""
+"""Answers of the trainer's process for audits: the parts of a run, and differences between two directories."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _PROGRAM = "finetune_trainer.roles.audit"
 
 @dataclass(frozen=True)
 class AuditedParts:
-    """What can be computed again and compared, and what speaks against it."""
+    """Parts of a run that can be computed again and compared, and findings against that."""
 
     findings: tuple[Finding, ...]
     steps: tuple[int, ...]
-    """Of valid checkpoints, in order."""
+    """Steps of valid checkpoints, in order."""
     world_size: int | None
     """Ranks that wrote the last of them."""
     best_step: int | None
     """The best checkpoint that the last one names."""
     exported_step: int | None
-    """Of the trained result; None: the run has none yet."""
+    """Step of the trained result; None: the run has none yet."""
     devices: tuple[str, ...]
 
     @property
@@ -47,34 +47,34 @@ class AuditedPlan:
     claims_root: Path
 
     def arguments(self) -> list[str]:
-        """For the process."""
+        """Arguments of the process."""
         return ["--plan", str(self.path), "--plan-sha256", self.sha256, "--claims-root", str(self.claims_root)]
 
 
 def inspect_run(plan: AuditedPlan, interruption: Interruption) -> AuditedParts:
     """Look at all parts of a run. Raises LocalError."""
-    told = _answer(["look", *plan.arguments()], interruption)
-    last = told["checkpoints"][-1] if told["checkpoints"] else {}
+    answer = _answer(["look", *plan.arguments()], interruption)
+    last = answer["checkpoints"][-1] if answer["checkpoints"] else {}
     return AuditedParts(
-        tuple(Finding.model_validate(finding) for finding in told["findings"]),
-        tuple(each["step"] for each in told["checkpoints"]),
+        tuple(Finding.model_validate(finding) for finding in answer["findings"]),
+        tuple(each["step"] for each in answer["checkpoints"]),
         last.get("world_size"),
         last.get("best_step"),
-        told["exported_step"],
-        tuple(told["devices"]),
+        answer["exported_step"],
+        tuple(answer["devices"]),
     )
 
 
-def difference(what: str, expected: Path, found: Path, interruption: Interruption) -> str | None:
-    """What differs first. what: `checkpoints` or `results`. Raises LocalError."""
-    said = _answer([what, "--expected", str(expected), "--found", str(found)], interruption)["difference"]
-    return None if said is None else str(said)
+def difference(what: str, expected: Path, other: Path, interruption: Interruption) -> str | None:
+    """The first difference. what: `checkpoints` or `results`. Raises LocalError."""
+    answer = _answer([what, "--expected", str(expected), "--found", str(other)], interruption)["difference"]
+    return None if answer is None else str(answer)
 
 
-def merged_difference(plan: AuditedPlan, found: Path, interruption: Interruption) -> str | None:
-    """What differs first between the merged model of a run and one that was made again. Raises LocalError."""
-    said = _answer(["merged", *plan.arguments(), "--found", str(found)], interruption)["difference"]
-    return None if said is None else str(said)
+def merged_difference(plan: AuditedPlan, other: Path, interruption: Interruption) -> str | None:
+    """The first difference between the merged model of a run and one that was made again. Raises LocalError."""
+    answer = _answer(["merged", *plan.arguments(), "--found", str(other)], interruption)["difference"]
+    return None if answer is None else str(answer)
 
 
 def _answer(arguments: Sequence[str], interruption: Interruption) -> dict[str, Any]:
@@ -87,6 +87,6 @@ def _answer(arguments: Sequence[str], interruption: Interruption) -> dict[str, A
     if interruption.requested:
         raise LocalError("interrupted; nothing was changed", ExitCode.INTERRUPTED)
     if process.returncode != 0:
-        said = errors.decode(errors="replace").strip() or f"it ended with status {process.returncode}"
-        raise LocalError(f"the run cannot be compared: {said}", ExitCode.FAILED)
+        reason = errors.decode(errors="replace").strip() or f"it ended with status {process.returncode}"
+        raise LocalError(f"the run cannot be compared: {reason}", ExitCode.FAILED)
     return dict(json.loads(answer))

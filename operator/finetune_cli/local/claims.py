@@ -28,7 +28,7 @@ class ClaimUse:
     field: str
     """The first field of the manifest that names it."""
     is_input: bool
-    """It must exist; other claims are made."""
+    """Whether the claim must exist; other claims are created."""
 
 
 def parse_claims(written: Sequence[str]) -> dict[str, Path]:
@@ -99,7 +99,7 @@ def link_claims(uses: Sequence[ClaimUse], places: Mapping[str, Path], view: Path
 
 
 def with_places(finding: Finding, view: Path, directories: Mapping[str, Path]) -> Finding:
-    """With the directories of claims instead of the links to them, which are removed."""
+    """Replace links to claims in a text by their directories, and remove the links."""
     message = finding.message
     # The name of a claim may begin with that of another.
     for claim in sorted(directories, key=len, reverse=True):

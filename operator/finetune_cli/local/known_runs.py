@@ -33,7 +33,7 @@ class KnownRun:
     plan: RunPlan
     record: RunRecord
     holder: Holder | None
-    """Who works on it now."""
+    """The command that works on it now."""
 
     @property
     def title(self) -> str:
@@ -41,7 +41,7 @@ class KnownRun:
         return f"{self.plan.job.namespace}/{self.plan.job.name}"
 
     def progress(self) -> Progress | None:
-        """Of rank 0 while it trains; None if it does not answer."""
+        """Progress of rank 0 while it trains; None if it does not answer."""
         if self.holder is None or self.record.stage is not Role.TRAIN:
             return None
         location = self.plan.workspace
@@ -50,9 +50,9 @@ class KnownRun:
 
 
 def known_runs(claims: Path) -> list[KnownRun]:
-    """In the order of their names; a directory without a plan and a record that can be read is left out."""
-    found = (_known_run(RunDirectory(directory)) for directory in sorted(claims.absolute().glob(".finetune/*")))
-    return [run for run in found if run is not None]
+    """List the runs by name, without directories that have no readable plan and record."""
+    runs = (_known_run(RunDirectory(directory)) for directory in sorted(claims.absolute().glob(".finetune/*")))
+    return [run for run in runs if run is not None]
 
 
 def _known_run(place: RunDirectory) -> KnownRun | None:
@@ -61,7 +61,7 @@ def _known_run(place: RunDirectory) -> KnownRun | None:
 
 
 def named_runs(claims: Path, name: str, namespace: str | None) -> list[KnownRun]:
-    """Those of a name; namespace: None: of any. Raises LocalError if there is none."""
+    """List the runs of a name; namespace None: of any. Raises LocalError if there is none."""
     runs = [run for run in known_runs(claims) if run.plan.job.name == name and namespace in (None, run.plan.job.namespace)]
     if not runs:
         raise LocalError(f"{name}: no such run below {claims}; `{_listing(claims)}` lists those that there are")

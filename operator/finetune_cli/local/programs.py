@@ -20,7 +20,7 @@ from finetune_job.failures import CLASS_OF_EXIT_CODE, USER_FAILURES
 from finetune_job.plan.run_plan import RunPlan
 
 _TAIL_BYTES = 4096
-"""Of what the process said on its standard error, where it ended without a word of its own."""
+"""Bytes from the end of the process's standard error that are shown if it ended without a report."""
 LONGEST_LINE_BYTES = 16 << 20
 """A report of a merge names every kind of tensor, and nothing else comes near to this."""
 _WRONG_ARGUMENTS = 2
@@ -29,7 +29,7 @@ _PROCESS = "finetune_trainer.roles.rehearse"
 
 @dataclass(frozen=True)
 class MergeOrder:
-    """What is merged, and how."""
+    """Order of a merge."""
 
     base: Path
     adapters: Sequence[Path]
@@ -64,13 +64,13 @@ class MergeOrder:
 
 @dataclass(frozen=True)
 class MergeEnd:
-    """How it ended."""
+    """The end of a merge."""
 
     exit_code: ExitCode
     report: Mapping[str, Any]
     """Empty where the process ended before it had one."""
     said: str
-    """What went wrong, in the words of the process."""
+    """The error, in the words of the process."""
 
 
 def merge_directories(
@@ -125,7 +125,7 @@ def _tail(errors: IO[bytes]) -> str:
 
 @dataclass(frozen=True)
 class RehearsalOrder:
-    """What is tried."""
+    """Order of a rehearsal."""
 
     plan: RunPlan
     model: Path
@@ -133,7 +133,7 @@ class RehearsalOrder:
     """Made, and removed by the caller."""
     log: Path
     seconds: float
-    """Of the whole attempt; what is not tried by then is not tried."""
+    """Time limit of the whole rehearsal; what is not tried by then is skipped."""
 
     def command(self) -> list[str]:
         """Arguments of the process."""
@@ -141,8 +141,11 @@ class RehearsalOrder:
         return [*command, "--model", str(self.model), "--scratch", str(self.scratch), "--seconds", str(self.seconds)]
 
 
-def run_rehearsal(order: RehearsalOrder, interruption: Interruption, said: Callable[[Mapping[str, Any]], None]) -> int:
-    """Run it to its end; the exit status. `said`: each line, with one of `finding`, `stage`, `report`, `shown`."""
+def run_rehearsal(order: RehearsalOrder, interruption: Interruption, take: Callable[[Mapping[str, Any]], None]) -> int:
+    """Run it to its end, and return the exit status.
+
+    take: is called with each line, which has one of `finding`, `stage`, `report`, `shown`.
+    """
     with order.log.open("wb") as log:
         files: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "env": _environment()}
         with running(subprocess.Popen(order.command(), start_new_session=True, **files), interruption) as process:
@@ -151,7 +154,7 @@ def run_rehearsal(order: RehearsalOrder, interruption: Interruption, said: Calla
                 with contextlib.suppress(BrokenPipeError), process.stdin:
                     process.stdin.write(order.plan.model_dump_json().encode())
             for line in json_lines(process.stdout):
-                said(line)
+                take(line)
             return process.wait()
 
 

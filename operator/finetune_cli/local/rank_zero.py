@@ -1,4 +1,4 @@
-"""What rank 0 of a local run says of its progress, asked as the operator asks it."""
+"""Progress that rank 0 of a local run reports, asked for as the operator does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a role says in its output file while it runs: lines of the trainer's own log, as far as they tell a user something."""
+"""Lines of the trainer's own log in a role's output file that matter to a user."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class SaidLine:
 
 
 def said_line(line: str) -> SaidLine | None:
-    """What the trainer says in a line of its output; None: a library says it, or it is part of a longer text."""
-    found = _LINE.fullmatch(line.rstrip())
-    return None if found is None else SaidLine(found["message"], found["logger"] == _WAITING)
+    """The trainer's message in a line of its output; None: the line comes from a library, or is part of a longer text."""
+    match = _LINE.fullmatch(line.rstrip())
+    return None if match is None else SaidLine(match["message"], match["logger"] == _WAITING)
 
 
 class RoleOutput:
@@ -35,7 +35,7 @@ class RoleOutput:
         self._offset = _size(path) if from_end else 0
 
     def new_lines(self) -> list[SaidLine]:
-        """What was added since the last look. A file that cannot be read has nothing to say."""
+        """Lines that were added since the last look; none if the file cannot be read."""
         end = _size(self._path)
         if end - self._offset > LONGEST_READ_BYTES:
             self._offset, self._rest = end - LONGEST_READ_BYTES, b""
@@ -48,8 +48,8 @@ class RoleOutput:
         self._offset += len(content)
         *whole, rest = (self._rest + content).split(b"\n")
         self._rest = rest[-LONGEST_READ_BYTES:]
-        found = (said_line(line.decode(errors="replace")) for line in whole)
-        return [line for line in found if line is not None]
+        messages = (said_line(line.decode(errors="replace")) for line in whole)
+        return [line for line in messages if line is not None]
 
 
 def _size(path: Path) -> int:

@@ -110,7 +110,7 @@ class Holder(BaseModel):
 
 
 def holder_of(place: RunDirectory) -> Holder | None:
-    """Who works on the job now; None: nobody. The pid is 0 if only processes are left that the command had started."""
+    """The command that works on the job now; None: no command. The pid is 0 if only processes that it had started are left."""
     try:
         with place.lock.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -138,7 +138,7 @@ def _has_open(pid: int, path: Path) -> bool:
 
 
 def held_text(place: RunDirectory) -> str:
-    """Who works on the job, since when and on what, and what to do."""
+    """Say which command works on the job, since when and on what, and what to do."""
     holder, record = _named_in(place), read_record(place.record)
     stage = None if record is None else record.stage
     if holder.pid == 0:
@@ -228,11 +228,11 @@ class RunRecord(BaseModel):
     next_attempt: dict[Role, int] = {}
     """Number of the next attempt of each role."""
     restarts: dict[Role, Restarts] = {}
-    """Of each role: none draws on another's budget."""
+    """Restarts of each role; each has its own budget."""
     seconds: dict[Role, float] = {}
     """Time that each role has taken over all its attempts."""
     facts: dict[Role, dict[str, str]] = {}
-    """What each role reported when it succeeded."""
+    """Facts that each role reported when it succeeded."""
 
     @property
     def stage(self) -> Role | None:
@@ -260,7 +260,7 @@ def write_record(path: Path, record: RunRecord) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Whoever reads the file meanwhile, or is killed, leaves the old text or the new one."""
+    """Replace a file atomically: readers see the old text or the new one."""
     fresh = path.with_suffix(".new")
     fresh.write_text(text)
     fresh.replace(path)

@@ -1,4 +1,4 @@
-"""What a run came to: collected from its record, its history and its reports."""
+"""Summary of a run, from its record, its history and its reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Losses:
     first: float
     last: float
     held_out: bool
-    """Of the held-out records; otherwise of the training batches."""
+    """Whether the losses are of the held-out records; otherwise of the training batches."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Summary:
     verification: Path | None
     """The report of the run, or of the verification if the run got no further."""
     address: str | None = None
-    """Where the results were published, with what names this very content."""
+    """Address of the published results, which names this exact content."""
     adapter_address: str | None = None
-    """The same of the adapter, if it has a repository of its own."""
+    """Address of the published adapter, if it has its own repository."""
     figures: Mapping[str, Any] = field(default_factory=dict)
     """Content of verification.json."""
     has_failed_verification: bool = False
@@ -50,7 +50,7 @@ class Summary:
 
 
 def summarise(plan: RunPlan, record: RunRecord, claims: Path) -> Summary:
-    """What is there now."""
+    """Summarise what exists now."""
     workspace = WorkspaceLayout(_place(claims, plan.workspace))
     output = OutputLayout(_place(claims, plan.output))
     history, figures = read_history(workspace.history), _figures(output.verification)
@@ -77,15 +77,15 @@ def losses(facts: Mapping[str, str], history: list[dict[str, Any]]) -> Losses | 
     evaluations = _numbers(history, "eval_loss")
     if len(evaluations) > 1:
         return Losses(evaluations[0], evaluations[-1], held_out=True)
-    found = _numbers(history, "loss")
-    return Losses(found[0], found[-1], held_out=False) if found else None
+    losses = _numbers(history, "loss")
+    return Losses(losses[0], losses[-1], held_out=False) if losses else None
 
 
 def _numbers(history: list[dict[str, Any]], name: str) -> list[float]:
-    """Those of the lines that have one."""
-    found = (line.get(name) for line in history)
+    """Numbers of the lines that have one."""
+    values = (line.get(name) for line in history)
     # Whole numbers in JSON have no limit.
-    return [float(one) for one in found if isinstance(one, int | float) and abs(one) < sys.float_info.max]
+    return [float(one) for one in values if isinstance(one, int | float) and abs(one) < sys.float_info.max]
 
 
 def _place(claims: Path, location: ClaimPath) -> Path:

@@ -14,14 +14,14 @@ from finetune_job.finding import Finding
 
 @dataclass(frozen=True)
 class AuditEnd:
-    """What was found."""
+    """The end of an audit."""
 
     run: str
     findings: Sequence[Finding]
     intervals: Sequence[Interval] = ()
-    """That were computed again."""
+    """Intervals that were computed again."""
     available: int = 0
-    """That could have been drawn."""
+    """Number of intervals that could have been drawn."""
     seed: int | None = None
     has_compared_result: bool = False
     has_compared_merged: bool = False
@@ -34,7 +34,7 @@ class AuditEnd:
 
 
 def audit_text(end: AuditEnd) -> str:
-    """What was found, and what it covers."""
+    """The findings, and what they cover."""
     lines = [finding_text(finding) for finding in end.findings]
     verdict = "nothing differs" if end.exit_code is ExitCode.DONE else "different, as the findings above say"
     lines += ["", f"{end.run}: {verdict}"]
@@ -51,7 +51,7 @@ def audit_text(end: AuditEnd) -> str:
 
 
 def audit_document(end: AuditEnd) -> dict[str, Any]:
-    """The same as plain data."""
+    """The end of an audit as plain data."""
     return {
         "outcome": "same" if end.exit_code is ExitCode.DONE else "different",
         "run": end.run,

@@ -1,4 +1,4 @@
-"""What `finetune data` shows: counts, lengths, and records with what is learnt of them in colour or in brackets."""
+"""Output of `finetune data`: counts, lengths, and records with their trained parts in colour or in brackets."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ BAR = 40
 LONGEST_SHOWN = 4000
 """Characters of a record."""
 MOST_KEYS = 12
-"""That are not read and named."""
+"""Most unread keys that are named."""
 _LEARNT, _PLAIN = "\x1b[32m", "\x1b[0m"
 _CONTROL = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
 """Records may hold what a terminal takes for commands."""
 
 
 def look_text(look: Look, *, in_colour: bool) -> str:
-    """All of it; `in_colour`: on a terminal that takes colours."""
+    """The whole text; `in_colour`: for a terminal with colours."""
     lines = []
     for source in look.sources:
         lines += _source_lines(source, look.has_tokenizer)
@@ -78,7 +78,7 @@ def _record_text(record: Mapping[str, Any], *, in_colour: bool) -> str:
 
 
 def look_document(look: Look) -> dict[str, Any]:
-    """The same as plain data."""
+    """The look at the data as plain data."""
     return {
         "accepted": not look.is_refused,
         "findings": [finding.model_dump(mode="json") for finding in look.findings],

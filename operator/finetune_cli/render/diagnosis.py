@@ -1,4 +1,4 @@
-"""What is the matter with a job, for a person and as data."""
+"""Diagnosis of a job, for a person and as data."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def diagnosis_text(job: SeenJob, diagnosis: Diagnosis, unseen: Sequence[str] = (
 
 
 def command_lines(diagnosis: Diagnosis) -> list[str]:
-    """What to type, each on one line however long it is."""
+    """Commands to type, each on one line however long it is."""
     return [f"    {'run:':<8}{plain(each, _MOST)}" for each in diagnosis.commands]
 
 
 def diagnosis_document(job: SeenJob, diagnosis: Diagnosis, unseen: Sequence[str] = ()) -> dict[str, Any]:
-    """The same as data. `patch` is a JSON merge patch for the manifest of a new job."""
+    """The diagnosis as data. `patch` is a JSON merge patch for the manifest of a new job."""
     return {
         "namespace": job.namespace,
         "name": job.name,

@@ -15,20 +15,20 @@ from finetune_memory.limit import format_bytes
 from finetune_memory.verdict import MemoryVerdict, no_change_suffices
 
 
-def estimate_text(found: list[JobEstimate]) -> str:
-    """All jobs of a manifest."""
-    return "\n".join(_job(each) for each in found)
+def estimate_text(estimates: list[JobEstimate]) -> str:
+    """The estimates of all jobs of a manifest."""
+    return "\n".join(_job(each) for each in estimates)
 
 
-def _job(found: JobEstimate) -> str:
-    verdict, plan = found.verdict, found.plan
+def _job(job: JobEstimate) -> str:
+    verdict, plan = job.verdict, job.plan
     estimate, limit = verdict.estimate, verdict.limit
     ranks = plan.parallelism.world_size
     place = "device" if estimate.host_terms or (limit is not None and limit.is_device) else "host"
     lines = [
-        f"{found.name}: {ranks} rank{'s' if ranks > 1 else ''}; {place} memory of one rank, fullest at {estimate.moment}",
-        f"  {found.place}",
-        f"  matrix products in {found.precision}",
+        f"{job.name}: {ranks} rank{'s' if ranks > 1 else ''}; {place} memory of one rank, fullest at {estimate.moment}",
+        f"  {job.place}",
+        f"  matrix products in {job.precision}",
         "",
     ]
     largest = estimate.largest[0].name if estimate.terms else ""
@@ -53,13 +53,13 @@ def _job(found: JobEstimate) -> str:
         if verdict.host_limit is not None:
             lines.append(f"  {'limit':20} {format_bytes(verdict.host_limit.bytes):>11}  {verdict.host_limit.source}")
             lines.append(f"  {'too little' if verdict.exceeds_host else 'fits':20} {_host_difference(verdict):>11}")
-    return "\n".join([*lines, "", *_time(found), ""])
+    return "\n".join([*lines, "", *_time(job), ""])
 
 
-def _time(found: JobEstimate) -> list[str]:
-    pace = found.pace
+def _time(job: JobEstimate) -> list[str]:
+    pace = job.pace
     if pace is None:
-        return [f"  Time: not calculated, because {found.pace_problem}"]
+        return [f"  Time: not calculated, because {job.pace_problem}"]
     ranks, calibration = pace.ranks, pace.calibration
     parts = f"{calibration.flops:.0%} of its published peak in matrix products, {calibration.attention:.0%} of it in attention"
     source = "Assumed" if calibration == ASSUMED else "By what kernels reached there"
@@ -72,12 +72,12 @@ def _time(found: JobEstimate) -> list[str]:
         f"  {'tokens per second':20} {pace.tokens_per_second:>11,.0f}"
         + (f"  {pace.tokens_per_second_per_device:,.0f} on each of {ranks}" if ranks > 1 else ""),
     ]
-    if found.run_seconds is None:
+    if job.run_seconds is None:
         lines.append(f"  {'the run':20} {'not known':>11}  give --tokens, the tokens of one pass (finetune data counts them)")
     else:
-        cost = "no price is known: gpu.pricePerHour of the profile" if found.cost is None else f"costs {found.cost:,.2f}"
-        hours = f"{found.run_seconds / 3600:,.2f} h"
-        lines.append(f"  {'the run':20} {hours:>11}  {found.device_hours:,.2f} device hours; {cost}")
+        cost = "no price is known: gpu.pricePerHour of the profile" if job.cost is None else f"costs {job.cost:,.2f}"
+        hours = f"{job.run_seconds / 3600:,.2f} h"
+        lines.append(f"  {'the run':20} {hours:>11}  {job.device_hours:,.2f} device hours; {cost}")
     return lines
 
 
@@ -94,8 +94,8 @@ def _difference(total: int, limit: int) -> str:
     return format_bytes(limit - total) + " left" if total <= limit else format_bytes(total - limit) + " over"
 
 
-def estimate_document(found: list[JobEstimate]) -> dict[str, Any]:
-    """All jobs of a manifest as plain data; numbers are bytes of one rank, or seconds."""
+def estimate_document(estimates: list[JobEstimate]) -> dict[str, Any]:
+    """The estimates as plain data; numbers are bytes of one rank, or seconds."""
     return {
         "jobs": [
             {
@@ -117,15 +117,15 @@ def estimate_document(found: list[JobEstimate]) -> dict[str, Any]:
                 },
                 "time": _time_document(each),
             }
-            for each in found
+            for each in estimates
         ]
     }
 
 
-def _time_document(found: JobEstimate) -> dict[str, Any]:
-    pace = found.pace
+def _time_document(job: JobEstimate) -> dict[str, Any]:
+    pace = job.pace
     if pace is None:
-        return {"problem": found.pace_problem}
+        return {"problem": job.pace_problem}
     return {
         "device": pace.device.name,
         "assumed": asdict(pace.calibration),
@@ -134,9 +134,9 @@ def _time_document(found: JobEstimate) -> dict[str, Any]:
         "linkSeconds": pace.link_seconds,
         "stepSeconds": pace.step_seconds,
         "tokensPerSecond": pace.tokens_per_second,
-        "runSeconds": found.run_seconds,
-        "deviceHours": found.device_hours,
-        "cost": found.cost,
+        "runSeconds": job.run_seconds,
+        "deviceHours": job.device_hours,
+        "cost": job.cost,
     }
 
 

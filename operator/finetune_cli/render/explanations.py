@@ -1,4 +1,4 @@
-"""What `finetune explain` prints of a rule, of another finding, of a field and of a word; and the same as plain data."""
+"""Output of `finetune explain` for rules, other findings, fields and words, as text and as plain data."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from finetune_job.rules.rule import Rule
 from finetune_operator.decide.restart_policy import POLICY
 
 Explained = Rule | Entry | Transition | Word | FieldFacts
-"""What a word may stand for."""
+"""The things that a word may stand for."""
 _EFFECTS = {"error": "refuses the job", "warning": "warns", "either": "refuses some jobs, and warns of others"}
 _APPLIES_TO = {
     "ours": "",
-    "accelerate": "; it tells of accelerate's path, and this trainer does it right",
-    "Trainer": "; it tells of the path of transformers' Trainer, and this trainer does it right",
+    "accelerate": "; affects accelerate only, not this trainer",
+    "Trainer": "; affects transformers' Trainer only, not this trainer",
 }
 
 
-def explained_text(found: Sequence[Explained]) -> str:
-    """About each of them."""
-    return "\n".join(_text(each) for each in found)
+def explained_text(meanings: Sequence[Explained]) -> str:
+    """The text on each of them."""
+    return "\n".join(_text(each) for each in meanings)
 
 
 def _text(each: Explained) -> str:
@@ -48,9 +48,9 @@ def _text(each: Explained) -> str:
             return word_text(each)
 
 
-def explained_document(asked: str, found: Sequence[Explained]) -> dict[str, Any]:
-    """The same as plain data."""
-    return {"word": asked, "meanings": [_document(each) for each in found]}
+def explained_document(asked: str, meanings: Sequence[Explained]) -> dict[str, Any]:
+    """The explanations as plain data."""
+    return {"word": asked, "meanings": [_document(each) for each in meanings]}
 
 
 def _document(each: Explained) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _is_within(read: str, path: str) -> bool:
 
 
 def rule_text(rule: Rule) -> str:
-    """One rule, and how to see the failure that it speaks of."""
+    """A rule, and how to see the failure that it prevents."""
     effect = _EFFECTS[rule.severity]
     lines = [
         f"{rule.id}: {rule.title}",
@@ -187,12 +187,8 @@ def rule_text(rule: Rule) -> str:
         lines.append(labelled("shown", f"there is no reproduction: {rule.not_reproduced}"))
     lines.append(labelled("source", "; ".join(rule.sources)))
     short = "; ".join(dict.fromkeys(condition.says for condition in conditions_of(rule)))
-    made = "a finding names it for its manifest, and " + (
-        "nobody but you can weigh it: finetune validate --fix leaves it"
-        if rule.needs_human
-        else "finetune validate --fix -f FILE makes it"
-    )
-    lines.append(labelled("fix", f"{short}; {made}" if short else made))
+    fix = "decide by hand; finetune validate --fix leaves it" if rule.needs_human else "finetune validate --fix -f FILE"
+    lines.append(labelled("fix", f"{short}; {fix}" if short else fix))
     return "\n".join([*lines, ""])
 
 
@@ -202,7 +198,7 @@ def _gates(rule: Rule) -> list[str]:
 
 
 def transition_text(transition: Transition) -> str:
-    """What only the API server can refuse, because it knows the object before the change."""
+    """A change that only the API server can refuse, because it knows the object before the change."""
     return "\n".join(
         [
             f"{transition.rule}: {transition.title}",
@@ -224,9 +220,9 @@ def overview_text() -> str:
     for topic, entries in TOPICS.items():
         lines += [topic.lower(), *(f"  {entry.severity:8}{entry.id:40}{entry.title}" for entry in entries), ""]
     counts = Counter((rule.severity, rule.evidence) for rule in RULES)
-    said = ", ".join(f"{number} {severity}s {evidence}" for (severity, evidence), number in sorted(counts.items()))
+    shares = ", ".join(f"{number} {severity}s {evidence}" for (severity, evidence), number in sorted(counts.items()))
     others = sum(map(len, TOPICS.values()))
-    return "\n".join([*lines, f"{len(RULES)} rules: {said}; {others} findings of other gates.", ""])
+    return "\n".join([*lines, f"{len(RULES)} rules: {shares}; {others} findings of other gates.", ""])
 
 
 def entry_text(entry: Entry) -> str:
@@ -248,7 +244,7 @@ def entry_text(entry: Entry) -> str:
 
 
 def word_text(word: Word) -> str:
-    """A word that is not a finding's id; of a failure class also what the operator does about it."""
+    """A word that is not a finding's id; for a failure class also what the operator does about it."""
     lines = [f"{word.text}: {word.kind}", labelled("means", word.meaning)]
     failure = _failure(word)
     if failure is not None:

@@ -12,6 +12,7 @@ from finetune_cli.jobs.durations import duration_text
 from finetune_cli.jobs.plain import plain
 from finetune_cli.jobs.progress import Figures, figures, seconds_between, seconds_left, stage_name, state, timeline
 from finetune_cli.jobs.seen import SeenJob
+from finetune_cli.jobs.stored_run import StoredCheckpoint
 from finetune_cli.render.columns import bar, figure, sparkline, table
 from finetune_cli.render.diagnosis import command_lines
 from finetune_cli.render.jobs import summary
@@ -24,8 +25,17 @@ from finetune_operator.decide.restart_policy import POLICY, Retry
 _MOST = 500
 
 
-def status_text(job: SeenJob, diagnosis: Diagnosis, now: datetime, losses: Sequence[float] = ()) -> str:
-    """The answer for a person. `losses`: of the steps so far, if they are known."""
+def status_text(
+    job: SeenJob,
+    diagnosis: Diagnosis,
+    now: datetime,
+    losses: Sequence[float] = (),
+    checkpoints: Sequence[StoredCheckpoint] | None = None,
+) -> str:
+    """The answer for a person.
+
+    losses: those of the steps so far, if they are known. checkpoints: None if the workspace was not read.
+    """
     stage = stage_name(job)
     lines = [f"{plain(job.title)}: {plain(state(job), 128)}" + (f", {stage}" if stage else "")]
     lines += _progress_lines(job, now, losses)
@@ -43,6 +53,8 @@ def status_text(job: SeenJob, diagnosis: Diagnosis, now: datetime, losses: Seque
     if len(tried) > 1 or any(each.outcome is AttemptOutcome.FAILED for each in tried):
         rows = [_attempt_row(each, now) for each in tried]
         text += "\n" + table(("ATTEMPT", "OUTCOME", "BEGAN", "TOOK", "FAILURE", ""), rows, "  ")
+    if checkpoints is not None:
+        text += "\n" + _checkpoints_text(checkpoints)
     if job.status.artifacts:
         text += "\n" + table(("RESULT", "PATH"), [(plain(one.name), plain(one.path)) for one in job.status.artifacts], "  ")
     if job.unreadable:
@@ -51,34 +63,51 @@ def status_text(job: SeenJob, diagnosis: Diagnosis, now: datetime, losses: Seque
 
 
 def _progress_lines(job: SeenJob, now: datetime, losses: Sequence[float]) -> list[str]:
-    found = figures(job)
-    if found is None:
+    stats = figures(job)
+    if stats is None:
         return []
     left = duration_text(seconds_left(job, now))
     lines = [
         labelled(
-            "steps", f"{bar(found.share)} {found.step}/{found.total}  {found.share:.0%}" + (f"  {left} left" if left else "")
+            "steps", f"{bar(stats.share)} {stats.step}/{stats.total}  {stats.share:.0%}" + (f"  {left} left" if left else "")
         )
     ]
-    before = f", {figure(found.initial_eval_loss)} before training" if found.initial_eval_loss is not None else ""
-    held_out = f"; held out {figure(found.eval_loss)}{before}" if found.eval_loss is not None else before
-    if found.loss is not None or held_out:
-        lines.append(labelled("loss", f"{figure(found.loss)}{held_out}"))
+    before = f", {figure(stats.initial_eval_loss)} before training" if stats.initial_eval_loss is not None else ""
+    held_out = f"; held out {figure(stats.eval_loss)}{before}" if stats.eval_loss is not None else before
+    if stats.loss is not None or held_out:
+        lines.append(labelled("loss", f"{figure(stats.loss)}{held_out}"))
     if losses:
         lines.append(labelled("curve", f"{sparkline(losses)}  {figure(losses[0])} to {figure(losses[-1])}"))
     pace = [
-        *([f"{found.tokens_per_second:.0f} tokens/s{_beside_calculation(found)}"] if found.tokens_per_second is not None else []),
-        *([f"MFU {found.mfu:.1%}"] if found.mfu is not None else []),
-        *([f"{found.goodput:.0%} of the time at work"] if found.goodput is not None else []),
+        *([f"{stats.tokens_per_second:.0f} tokens/s{_beside_calculation(stats)}"] if stats.tokens_per_second is not None else []),
+        *([f"MFU {stats.mfu:.1%}"] if stats.mfu is not None else []),
+        *([f"{stats.goodput:.0%} of the time at work"] if stats.goodput is not None else []),
     ]
     lines += [labelled("pace", ", ".join(pace))] if pace else []
-    lines += [labelled("saved", f"checkpoint of step {found.checkpoint}")] if found.checkpoint is not None else []
+    lines += [labelled("saved", f"checkpoint of step {stats.checkpoint}")] if stats.checkpoint is not None else []
     return lines
 
 
-def _beside_calculation(found: Figures) -> str:
+def _checkpoints_text(checkpoints: Sequence[StoredCheckpoint]) -> str:
+    if not checkpoints:
+        return "  the workspace holds no checkpoint\n"
+    rows = [
+        (
+            str(each.step),
+            _clock(each.saved) or "-",
+            f"{each.bytes / 2**20:.1f} MiB",
+            "yes" if each.is_complete else "no",
+            figure(each.loss),
+            figure(each.eval_loss) + (" (lowest)" if each.is_best else ""),
+        )
+        for each in checkpoints
+    ]
+    return table(("CHECKPOINT", "SAVED", "SIZE", "COMPLETE", "LOSS", "HELD OUT"), rows, "  ")
+
+
+def _beside_calculation(stats: Figures) -> str:
     """The error of what was calculated for the device."""
-    measured, calculated = found.tokens_per_second, found.calculated_tokens_per_second
+    measured, calculated = stats.tokens_per_second, stats.calculated_tokens_per_second
     if not measured or not calculated:
         return ""
     return f" (calculated {calculated:.0f}, {calculated / measured - 1:+.0%})"
@@ -100,7 +129,7 @@ def _attempt_row(attempt: Attempt, now: datetime) -> tuple[str, ...]:
 
 
 def _size(attempt: Attempt) -> str:
-    """Of an elastic gang."""
+    """Number of nodes of an elastic gang, in words."""
     return "" if attempt.nodes is None else f" on {attempt.nodes} node{'s' * (attempt.nodes != 1)}"
 
 
@@ -108,20 +137,40 @@ def _clock(moment: datetime | None) -> str:
     return "" if moment is None else f"{moment:%Y-%m-%d %H:%M:%S}"
 
 
-def status_document(job: SeenJob, diagnosis: Diagnosis, now: datetime, losses: Sequence[float] = ()) -> dict[str, Any]:
-    """The same as data."""
-    found = figures(job)
+def status_document(
+    job: SeenJob,
+    diagnosis: Diagnosis,
+    now: datetime,
+    losses: Sequence[float] = (),
+    checkpoints: Sequence[StoredCheckpoint] | None = None,
+) -> dict[str, Any]:
+    """The answer as data; `checkpoints` is null if the workspace was not read for them."""
+    stats = figures(job)
     return {
         **summary(job, now),
         "reason": diagnosis.reason,
         "advice": list(diagnosis.advice),
         "commands": list(diagnosis.commands),
-        "tokensPerSecond": found.tokens_per_second if found else None,
-        "calculatedTokensPerSecond": found.calculated_tokens_per_second if found else None,
-        "mfu": found.mfu if found else None,
-        "goodput": found.goodput if found else None,
-        "checkpointStep": found.checkpoint if found else None,
+        "tokensPerSecond": stats.tokens_per_second if stats else None,
+        "calculatedTokensPerSecond": stats.calculated_tokens_per_second if stats else None,
+        "mfu": stats.mfu if stats else None,
+        "goodput": stats.goodput if stats else None,
+        "checkpointStep": stats.checkpoint if stats else None,
         "losses": list(losses),
+        "checkpoints": None
+        if checkpoints is None
+        else [
+            {
+                "step": each.step,
+                "saved": None if each.saved is None else each.saved.isoformat(),
+                "complete": each.is_complete,
+                "bytes": each.bytes,
+                "loss": each.loss,
+                "evalLoss": each.eval_loss,
+                "best": each.is_best,
+            }
+            for each in checkpoints
+        ],
         "stages": [
             {
                 "name": each.name,
@@ -140,7 +189,7 @@ def status_document(job: SeenJob, diagnosis: Diagnosis, now: datetime, losses: S
 
 
 def waited_text(name: str, job: SeenJob | None, wanted: ConditionType, code: ExitCode, seconds: float) -> str:
-    """How a wait ended, in a line."""
+    """The end of a wait, in a line."""
     if job is None:
         return f"{plain(name)}: the job was deleted\n"
     if code is ExitCode.DONE:

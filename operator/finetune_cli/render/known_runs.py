@@ -14,7 +14,7 @@ _HEADER = ("JOB", "STATE", "PROCESS", "SINCE", "STEP")
 
 
 def runs_text(runs: Sequence[KnownRun], claims: Path) -> str:
-    """Return a table with one line for each run."""
+    """A table with one line for each run."""
     if not runs:
         return f"no job was run below {claims}\n"
     return table(_HEADER, [_row(run) for run in runs])
@@ -36,7 +36,7 @@ def _state(run: KnownRun) -> str:
 
 
 def runs_document(runs: Sequence[KnownRun]) -> dict[str, Any]:
-    """The same as data."""
+    """The runs as data."""
     return {"runs": [_entry(run) for run in runs]}
 
 

@@ -32,7 +32,7 @@ _WORDS = {
     Role.PUBLISH: "publishing",
 }
 WAITING_SECONDS = 5.0
-"""Between two lines about failed requests: several files may wait at the same time."""
+"""Seconds between two lines about failed requests: several files may wait at the same time."""
 _HEADS = {
     ExitCode.DONE: "Done.",
     ExitCode.REFUSED: "Refused: nothing was trained.",
@@ -121,7 +121,7 @@ class LiveView:
             self._print(f"  {report.hint}")
 
     def restarting(self, report: TerminationReport, pause_seconds: float) -> None:
-        """The same role is tried again."""
+        """Note that the same role is tried again."""
         pause = f" in {pause_seconds:.0f} s" if pause_seconds else ""
         self._print(f"{self._job}: {report.role} starts again{pause}")
         self._signs.doing(f"waiting to start {report.role} again{pause}")
@@ -136,7 +136,7 @@ def _ending(outcome: Outcome) -> str:
 
 
 def stage_text(role: Role) -> str:
-    """What a role does, as people say it."""
+    """The work of a role, as people say it."""
     return _WORDS[role]
 
 
@@ -182,7 +182,7 @@ def summary_text(code: ExitCode, summary: Summary) -> str:
 
 
 def summary_document(summary: Summary) -> dict[str, Any]:
-    """The same as plain data; what is not there is null."""
+    """The summary as plain data; what does not exist is null."""
     losses = summary.losses
     return {
         "losses": None if losses is None else {"first": losses.first, "last": losses.last, "heldOut": losses.held_out},

@@ -25,13 +25,13 @@ class SignsOfLife:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def doing(self, text: str) -> None:
-        """From now on this is done; empty: nothing that takes long. The caller has printed a line about it."""
+        """Note what is being done from now on; empty: nothing that takes long. The caller has printed a line about it."""
         with self._lock:
             self._doing, self._detail = text, ""
             self._since = self._spoken = time.monotonic()
 
     def detail(self, text: str) -> None:
-        """How far it is, to be said with the next sign of life."""
+        """Note the progress, which the next sign of life will say."""
         with self._lock:
             self._detail = text
 

@@ -24,7 +24,7 @@ WIDTH = 100
 
 
 def report_text(report: Report) -> str:
-    """All verdicts; each names its file where there are several."""
+    """The text of all verdicts; each names its file if there are several."""
     has_several = len({verdict.file for verdict in report.verdicts}) > 1
     return "\n".join(_verdict(verdict, has_several) for verdict in report.verdicts) + "\n"
 
@@ -42,7 +42,7 @@ def _verdict(verdict: DocumentVerdict, names_file: bool) -> str:
 
 
 def finding_text(finding: Finding) -> str:
-    """One finding: field, value, reason, fix."""
+    """The text of a finding: field, value, reason, fix."""
     return "\n".join(
         [
             "",
@@ -57,7 +57,7 @@ def finding_text(finding: Finding) -> str:
 
 
 def choices_text(choices: Iterable[Choice]) -> str:
-    """What the plan chose."""
+    """The choices of the plan."""
     from finetune_job.rules.rule import format_value
 
     rows = [(choice.field.removeprefix("spec."), format_value(choice.value), choice.reason) for choice in choices]
@@ -66,7 +66,7 @@ def choices_text(choices: Iterable[Choice]) -> str:
 
 
 def fixes_text(files: Sequence[FixedFile]) -> str:
-    """What was changed, by rule."""
+    """The list of changes, by rule."""
     from finetune_job.rules.rule import changes_text
 
     lines = []
@@ -109,7 +109,7 @@ def report_document(report: Report) -> dict[str, Any]:
 def as_json(content: dict[str, Any]) -> str:
     """Indented, keys in the order given. What does not print is escaped; it reads back to the same content."""
     text = json.dumps(content, indent=2, ensure_ascii=False)
-    return re.sub(r"[^\n -~]", lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text) + "\n"
+    return re.sub(r"[^\n -~]", lambda match: match[0] if match[0].isprintable() else json.dumps(match[0])[1:-1], text) + "\n"
 
 
 def as_yaml(content: dict[str, Any]) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from finetune_job.catalogue.entry import EITHER, Entry, Gate
-from finetune_job.finding import UNREADABLE
+from finetune_job.finding import INVALID_FIELD
 
 _REFUSED = "tests/unit/finetune_trainer/preflight/test_refused_jobs.py"
 _VERDICTS = "tests/unit/finetune_trainer/rehearsal/test_run_verdicts.py"
 
 RESOURCE_ENTRIES = (
     Entry(
-        UNREADABLE,
+        INVALID_FIELD,
         "error",
         "The input is not an object of this API",
         "The file is not YAML, is too large, or has a field or a value that the API does not have. The finding names the place.",

@@ -12,7 +12,7 @@ import json
 from finetune_job.api.status import PlanChoice, PlanStatus
 from finetune_job.catalogue.book import make_finding
 from finetune_job.conditions import find_condition
-from finetune_job.finding import MAX_TEXT_LENGTH, UNREADABLE, Finding
+from finetune_job.finding import INVALID_FIELD, MAX_TEXT_LENGTH, Finding
 from finetune_job.plan.digest import canonical_json, text_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import Choice, JobIdentity, RunPlan
@@ -158,7 +158,7 @@ def _waits_in_line(observed: Observed, result: PassResult) -> bool:
 
 def _invalid(error: str) -> Finding:
     return make_finding(
-        UNREADABLE,
+        INVALID_FIELD,
         field="spec",
         value="",
         message=f"The manifest is not valid: {error}",

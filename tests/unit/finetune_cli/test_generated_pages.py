@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
+from typer.testing import CliRunner
 
 from finetune_cli import generate_coming_from, generate_commands, generate_fields
+from finetune_cli.app import app
 from finetune_cli.checks.validate import validate
+from finetune_cli.panels import Panel
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.crd import structural_schema
@@ -91,6 +95,21 @@ def test_every_command_is_on_the_page() -> None:
     assert "| `--gpu-memory` | Memory of one device, as in 80Gi. Unset: the profile's. |" in page
     assert "| `--verify`, `--no-verify`<br>default `on` | Compare the result with base and adapter. |" in page
     assert "| 130 | Ended by SIGINT or SIGTERM; a run can be continued. |" in page
+
+
+def test_every_command_has_a_short_summary_and_a_panel() -> None:
+    commands = typer.main.get_command(app).commands.values()
+    summaries = {command.name: command.help.partition("\n\n")[0] for command in commands}
+    assert [f"{name}: {summary}" for name, summary in summaries.items() if len(summary) > 50 or summary[-1] != "."] == []
+    assert [command.name for command in commands if command.rich_help_panel not in set(Panel)] == []
+
+
+def test_the_help_names_every_command_below_its_panel() -> None:
+    text = CliRunner().invoke(app, ["--help"]).output
+    panels = {part.partition(":\n")[0].rpartition("\n")[2]: part for part in re.split(r"\n\n", text) if ":\n" in part}
+    assert list(panels) == ["Options", *Panel]
+    shown = [line.split()[0] for panel in Panel for line in panels[panel].splitlines()[1:]]
+    assert sorted(shown) == sorted(typer.main.get_command(app).commands)
 
 
 SETTINGS = {(name, str(value)): value for settings in generate_coming_from.TOOLS.values() for name, value in settings.items()}

@@ -29,7 +29,7 @@ HEAVY = {
 UNUSED = {
     "importlib.metadata",  # by which pydantic looks for plugins
     "finetune_job.api.documentation",
-    "finetune_cli.corrections.names",
+    "finetune_cli.corrections.one_pass",
     "finetune_cli.render.estimate",
 }
 """Modules that a manifest without mistakes does not need."""

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from finetune_cli.app import app
 from finetune_cli.checks.validate import validate
-from finetune_cli.corrections.examples import example
-from finetune_cli.corrections.other_tools import answer
+from finetune_cli.corrections.foreign import answer
+from finetune_cli.corrections.proposals import example
 from finetune_cli.documents import read_documents
 from finetune_job.api.job import FineTuneJob, FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfile
@@ -44,7 +44,7 @@ def assert_fix_works(document: dict[str, Any], finding: Finding) -> dict[str, An
     assert (finding.rule, finding.field) not in {(each.rule, each.field) for each in left}, finding
     new = [each for each in left if (each.rule, each.field) not in before and each.severity == "error"]
     # What was meant all along may be refused by a rule, which then has a fix of its own; an example is not.
-    mistakes = [each for each in new if each.rule == "unreadable" or (finding.is_proposal and each.field == finding.field)]
+    mistakes = [each for each in new if each.rule == "invalid-field" or (finding.is_proposal and each.field == finding.field)]
     assert mistakes == [], finding
     return fixed
 
@@ -52,7 +52,7 @@ def assert_fix_works(document: dict[str, Any], finding: Finding) -> dict[str, An
 @pytest.mark.parametrize(("path", "value", "is_certain", "fix", "written"), MISTAKES)
 def test_a_common_mistake_is_answered_and_fixed(path, value, is_certain, fix, written) -> None:
     document = edited_document(path, value)
-    found = [each for each in found_in(document) if each.rule == "unreadable"]
+    found = [each for each in found_in(document) if each.rule == "invalid-field"]
     assert len(found) == 1
     (finding,) = found
     assert finding.field.startswith(path)
@@ -91,13 +91,13 @@ def fields() -> Iterator[str]:
     yield from below(FineTuneJobSpec.model_json_schema(by_alias=True), "spec")
 
 
-def test_the_fix_of_every_finding_of_unreadable_input_works() -> None:
+def test_the_fix_of_every_invalid_field_works() -> None:
     tried = 0
     for number, path in enumerate(fields()):
         # Each field meets three of the values, and each kind of field all of them.
         for value in (WRONG[(3 * number + step) % len(WRONG)] for step in range(3)):
             document = edited_document(path, value)
-            for finding in [each for each in found_in(document) if each.rule == "unreadable"]:
+            for finding in [each for each in found_in(document) if each.rule == "invalid-field"]:
                 assert finding.changes, (path, value, finding)
                 assert not any(sign in finding.message + finding.fix for sign in ("^", "[a-z", "{0,", "pattern")), finding
                 assert_fix_works(document, finding)
@@ -353,17 +353,17 @@ def test_no_fix_that_is_made_unasked_takes_something_away_that_is_written_elsewh
                 "spec.method.adapter": "write spec.method.type",
                 "spec.method.load_in_4bit": "write spec.method.type: QLoRA, which packs the base in 4 bits",
             },
-            {"type": "QLoRA", "load_in_4bit": True},
+            {"type": "QLoRA"},
         ),
     ],
 )
 def test_no_two_answers_contradict_each_other(path: str, value: Any, fixes: dict[str, str], made: Any) -> None:
     document = edited_document(path, value)
-    found = [each for each in found_in(document) if each.rule == "unreadable"]
+    found = [each for each in found_in(document) if each.rule == "invalid-field"]
     assert {each.field: each.fix for each in found} == fixes
     for finding in found:
         assert_fix_works(document, finding)
-    # One of the two is for a person to choose.
+    # Of two that differ, one is for a person to choose.
     result = CliRunner().invoke(app, ["validate", "-f", "-", "--fix"], input=text_of(document))
     assert at(read_documents(result.stdout)[0].content, path) == made
 

@@ -14,7 +14,7 @@ class CelCondition:
     """A condition that a part of the spec has to meet."""
 
     rule: str
-    """Id in the rule book; `UNREADABLE` where the models' own validators refuse the same."""
+    """Id in the rule book; `INVALID_FIELD` where the models' own validators refuse the same."""
     at: str
     """Path under spec of `self`; empty: the spec itself. Items of a list are `[]`."""
     holds: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from finetune_job.api.base import HUB_DATASETS
-from finetune_job.finding import UNREADABLE
+from finetune_job.finding import INVALID_FIELD
 from finetune_job.methods import PACKING
 from finetune_job.rules import merging
 from finetune_job.rules.cel.condition import CelCondition, cel_list, range_conditions
@@ -160,12 +160,14 @@ RESULT_CONDITIONS: tuple[CelCondition, ...] = (
         "set exactly one of claimName and volumeClaimTemplate",
     ),
     *(
-        CelCondition(UNREADABLE, path, "!self.matches('/[.][.]?(/|$)')", "it leaves its root; write a path without '.' and '..'")
+        CelCondition(
+            INVALID_FIELD, path, "!self.matches('/[.][.]?(/|$)')", "it leaves its root; write a path without '.' and '..'"
+        )
         for path in _PATHS
     ),
     *(
         CelCondition(
-            UNREADABLE,
+            INVALID_FIELD,
             path,
             f"!self.matches('^hf://{HUB_DATASETS}[^/]*/*$')",
             f"it names no data set; write hf://{HUB_DATASETS}<organisation>/<name>",
@@ -173,7 +175,7 @@ RESULT_CONDITIONS: tuple[CelCondition, ...] = (
         for path in _PATHS[:-1]
     ),
     CelCondition(
-        UNREADABLE,
+        INVALID_FIELD,
         _PATHS[-1],
         f"!self.startsWith('hf://{HUB_DATASETS}')",
         "it names a data set, and results are a model; write hf://<organisation>/<model>",

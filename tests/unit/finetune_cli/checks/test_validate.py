@@ -216,7 +216,7 @@ def test_unusable_input_is_told_in_one_finding(text, field, reason):
     (finding,) = verdict.findings
     assert verdict.outcome is DocumentOutcome.UNUSABLE
     assert report.exit_code is ExitCode.UNUSABLE
-    assert (finding.rule, finding.severity) == ("unreadable", "error")
+    assert (finding.rule, finding.severity) == ("invalid-field", "error")
     assert finding.field.startswith(field)
     assert reason in finding.message
     assert finding.fix

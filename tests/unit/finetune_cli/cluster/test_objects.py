@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from finetune_cli.cluster.client import ClusterClient, RequestError
-from finetune_cli.cluster.errors import ClusterError, Right, right_for, told
+from finetune_cli.cluster.errors import ClusterError, Right, cluster_error, right_for
 from finetune_cli.cluster.objects import Cluster, Unseen, unless_refused
 from tests.unit.finetune_cli.cluster.test_client import ANSWERS, client
 from tests.unit.finetune_cli.jobs import objects
@@ -35,9 +35,11 @@ def test_a_refusal_by_a_policy_is_told_in_its_words() -> None:
     policy = "p" * 253
     said = f"x is forbidden: ValidatingAdmissionPolicy '{policy}' with binding '{policy}' denied request: "
     message = f"the API server answered 403 to {JOBS}: {said}spec.workspace.claimName: you may not"
-    found = told(RequestError(message, 403), "POST", JOBS, "https://here")
+    found = cluster_error(RequestError(message, 403), "POST", JOBS, "https://here")
     assert (str(found), found.status) == ("spec.workspace.claimName: you may not", 403)
-    assert "you may not create finetunejobs" in str(told(RequestError("x is forbidden", 403), "POST", JOBS, "https://here"))
+    assert "you may not create finetunejobs" in str(
+        cluster_error(RequestError("x is forbidden", 403), "POST", JOBS, "https://here")
+    )
 
 
 def test_jobs_are_read_page_by_page_and_sorted(cluster: Cluster) -> None:
@@ -97,7 +99,7 @@ def test_a_cluster_without_the_definition_is_told_from_one_without_the_job(clust
     ],
 )
 def test_each_refusal_is_told_with_what_to_do(error: RequestError, message: str) -> None:
-    found = told(error, "GET", "/api/v1/namespaces/team/pods", "https://api")
+    found = cluster_error(error, "GET", "/api/v1/namespaces/team/pods", "https://api")
     assert message in str(found)
     assert found.exit_code == 3
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import os
 import re
 import shlex
-import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from finetune_cli.app import app
-from finetune_cli.commands.workspace import checkpoints_text, stored_run
+from finetune_cli.jobs.stored_run import stored_run
 from finetune_job.plan.digest import canonical_json
 from tests.support.builders import a_job
 from tests.unit.finetune_cli.cluster.api_server import JOBS, PODS, ApiServer, served
@@ -36,6 +36,8 @@ Run = Callable[[str], Result]
 PROPOSED = re.compile(r"`(finetune (?!explain (?!job/))[^`]+)`|run: +(.+)")
 """What a user is told to type; what a word means has nothing to do with a cluster."""
 CONTEXT = "here"
+SAVED = 1_772_359_200
+"""2026-03-01 10:00:00, in UTC."""
 VISION = ["team", "vision", "LoRA", "", "default", "nvidia.com/gpu", "2.50"]
 SPEECH = ["other", "speech", "LoRA", "", "default", "nvidia.com/gpu", ""]
 LEDGER = {
@@ -131,9 +133,7 @@ def test_what_is_printed_of_one_job(run: Run, tmp_path: Path, name: str) -> None
         f"explain job/{name}",
         f"wait {name} --timeout 0",
         f"logs {name}",
-        f"checkpoints {name}",
-        f"compare {name} succeeded",
-        f"bundle {name}",
+        f"status {name} --checkpoints",
     ]
     if name not in ("waiting", "new", "hostile"):
         lines += [
@@ -177,7 +177,6 @@ def test_what_is_printed_of_many_jobs(run: Run, server: ApiServer, tmp_path: Pat
             "list",
             "list -A -l finetune.dev/team=vision",
             "list -l finetune.dev/team=x",
-            "top",
             "cost",
             "cost --by label:finetune.dev/team",
         ],
@@ -196,8 +195,8 @@ def test_what_is_printed_of_many_jobs(run: Run, server: ApiServer, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["succeeded", "running", "failed", "stalled", "new", "hostile"])
 def test_every_answer_is_data_too(run: Run, name: str) -> None:
-    of_many = ("list", "top", "cost") if name == "hostile" else ()
-    for line in (f"status {name}", f"explain job/{name}", f"wait {name} --timeout 0", f"compare {name} new", *of_many):
+    of_many = ("list", "cost") if name == "hostile" else ()
+    for line in (f"status {name}", f"explain job/{name}", f"wait {name} --timeout 0", *of_many):
         done = run(f"{line} -o json")
         assert json.loads(done.stdout), line
         assert done.stdout.replace("\n", "").isprintable()
@@ -217,15 +216,28 @@ def test_a_pod_reads_logs_and_checkpoints_of_pods_that_are_gone(run: Run, server
         (checkpoint / "rank-00000.safetensors").write_bytes(b"0" * (1 << 20))
         if complete:
             (checkpoint / "manifest.json").write_text("{}")
+        os.utime(checkpoint, (SAVED + step, SAVED + step))
     (folder / "checkpoints/latest").write_text("step-0000000060")
     asked = ["", "--rank 0 --tail 1", "--rank 1", "--stage merge", "--failed", "--since 10m"]
     lines = [
         *(f"logs succeeded {each}".strip() for each in asked),
-        "checkpoints succeeded",
-        "checkpoints succeeded -o json",
+        "status succeeded --checkpoints",
         "status succeeded --curve",
+        "status succeeded --curve --checkpoints",
     ]
     check_golden("workspace.txt", session(run, lines), tmp_path)
+    stored = json.loads(run("status succeeded --checkpoints -o json").stdout)["checkpoints"]
+    assert stored[0] == {
+        "step": 50,
+        "saved": "2026-03-01T10:00:50+00:00",
+        "complete": True,
+        "bytes": (1 << 20) + 2,
+        "loss": 1.4,
+        "evalLoss": 1.5,
+        "best": True,
+    }
+    assert [(each["step"], each["complete"], each["loss"]) for each in stored[1:]] == [(60, True, 1.25), (70, False, None)]
+    assert json.loads(run("status succeeded -o json").stdout)["checkpoints"] is None
     assert [path for path in server.objects if "reader" in path] == [], "every reader pod is deleted"
 
 
@@ -238,7 +250,7 @@ def test_a_reader_pod_is_one_that_a_restricted_namespace_admits(
     monkeypatch.setattr(
         server, "_create", lambda path, document: (made.append(json.loads(json.dumps(document))), create(path, document))
     )
-    run("checkpoints succeeded")
+    run("status succeeded --checkpoints")
     (pod,) = made
     spec = pod["spec"]
     (container,) = spec["containers"]
@@ -255,15 +267,15 @@ def test_a_reader_pod_is_one_that_a_restricted_namespace_admits(
 def test_a_reader_pod_that_cannot_run_is_said_and_deleted(run: Run, server: ApiServer) -> None:
     give_workspace(server, "succeeded")
     server.runs_pods = False
-    done = run("checkpoints succeeded")
+    done = run("status succeeded --checkpoints")
     assert done.exit_code == 3
     assert "did not do so (Error: no such claim)" in done.output
     assert [path for path in server.objects if "reader" in path] == []
     server.denied = {("create", "pods")}
-    done = run("checkpoints succeeded")
+    done = run("status succeeded --checkpoints")
     assert "you may not create pods in the namespace team" in done.output
     server.denied = {("delete", "pods")}
-    done = run("checkpoints succeeded")
+    done = run("status succeeded --checkpoints")
     assert "delete what was left: /api/v1/namespaces/team/pods/finetune-reader-" in done.output
 
 
@@ -285,11 +297,10 @@ def test_followed_logs_of_all_pods_are_printed_until_they_end(run: Run, server: 
         (("get", "finetunejobs"), "status running", 3, "you may not get finetunejobs.finetune.dev in the namespace team"),
         (("list", "pods"), "logs running", 3, "you may not list pods in the namespace team"),
         (("get", "pods/log"), "logs running", 3, "you may not get pods/log in the namespace team"),
-        (("get", "configmaps"), "checkpoints running", 3, "you may not get configmaps in the namespace team"),
+        (("get", "configmaps"), "status running --checkpoints", 3, "you may not get configmaps in the namespace team"),
         (("list", "pods"), "explain job/waiting", 0, "unseen: its pods: you may not list pods in the namespace team"),
         (("list", "events"), "explain job/waiting", 0, "unseen: its events: you may not list events in the namespace team"),
         (("list", "configmaps"), "cost", 0, "accounts were not read: you may not list configmaps in the whole cluster"),
-        (("get", "pods/log"), "bundle running", 0, "missing: log of running-train-1-0: you may not get pods/log"),
     ],
 )  # fmt: skip
 def test_a_missing_right_is_named(run: Run, server: ApiServer, denied: tuple[str, str], line: str, code: int, said: str) -> None:
@@ -320,49 +331,12 @@ def test_a_patch_for_host_memory_depends_on_the_profile(
     assert ("patch: " in done.output) == (not gpu and not denied)
 
 
-def test_a_bundle_holds_what_is_known_and_no_secret(run: Run, tmp_path: Path) -> None:
-    assert run("bundle failed -o bundle.tar.gz").exit_code == 0
-    with tarfile.open(tmp_path / "bundle.tar.gz") as archive:
-        texts = {entry.name: archive.extractfile(entry).read().decode() for entry in archive}
-    assert sorted(texts) == [
-        f"failed/{name}"
-        for name in ("diagnosis.txt", "events.txt", "job.json", "logs/failed-train-0-1.log", "missing.txt",
-                     "pods/failed-train-0-1.json", "profile.json", "status.txt")
-    ]  # fmt: skip
-    assert json.loads(texts["failed/job.json"])["spec"] == objects.FAILED["spec"]
-    assert json.loads(texts["failed/pods/failed-train-0-1.json"])["spec"]["containers"][0]["env"] == [
-        {"name": "TOKEN", "value": "(redacted)"}
-    ]
-    assert texts["failed/logs/failed-train-0-1.log"] == "[rank 4] CUDA out of memory\n[rank 5] (redacted)\n"
-    assert "hunter2" not in "".join(texts.values())
-    again = run("bundle failed -o bundle.tar.gz")
-    assert (again.exit_code, again.output) == (2, "bundle.tar.gz exists already; name another file with --output\n")
-
-
-def test_a_bundle_that_cannot_be_written_whole_leaves_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tarfile.TarFile, "addfile", full)
-    done = run("bundle failed -o bundle.tar.gz")
-    assert (done.exit_code, "bundle.tar.gz cannot be written: No space left" in done.output) == (2, True)
-    assert not (tmp_path / "bundle.tar.gz").exists()
-
-
-@pytest.mark.parametrize("name", ["file/bundle.tar.gz", "n" * 300])
-def test_a_bundle_that_cannot_be_a_file_is_told(run: Run, tmp_path: Path, name: str) -> None:
-    (tmp_path / "file").touch()
-    done = run(f"bundle failed -o {name}")
-    assert (done.exit_code, f"{name} cannot be written: " in done.output) == (2, True), done.output
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(("n", "file"))] == ["file"]
-
-
 def test_a_history_that_a_stranger_wrote_is_read_as_far_as_it_goes(run: Run, server: ApiServer) -> None:
     lines = ["[" * 100_000, '{"step": 1, "loss": 1' + "0" * 400 + "}", '{"step": 2, "loss": true}', '{"step": 3, "loss": 1.5}']
     (give_workspace(server, "succeeded") / "history.jsonl").write_text("\n".join(lines))
     done = run("status succeeded --curve")
     assert (done.exit_code, "curve:  ▁  1.5 to 1.5\n" in done.output) == (0, True), done.output
-    assert "only the end of the curve" not in done.output
+    assert "the history is long" not in done.output
 
 
 def test_results_that_are_published_are_not_downloaded_from_the_workspace(run: Run, server: ApiServer) -> None:
@@ -378,13 +352,19 @@ def test_results_that_are_published_are_not_downloaded_from_the_workspace(run: R
 @pytest.mark.parametrize("size", [10**400, -1, True, "4"])
 def test_a_size_that_no_directory_has_counts_as_none(size: object) -> None:
     run = stored_run([{"file": "checkpoints/step-0000000010", "directory": True, "complete": True, "bytes": size}])
-    assert checkpoints_text(run).splitlines()[1].split()[:4] == ["10", "yes", "0.0", "MiB"]
+    assert [(each.step, each.is_complete, each.bytes) for each in run.checkpoints] == [(10, True, 0)]
+
+
+@pytest.mark.parametrize("time", [10**400, 1e300, -1e300, True, "4", None])
+def test_a_time_that_no_directory_has_counts_as_none(time: object) -> None:
+    run = stored_run([{"file": "checkpoints/step-0000000010", "directory": True, "complete": True, "time": time}])
+    assert [each.saved for each in run.checkpoints] == [None]
 
 
 def test_a_curve_without_its_beginning_is_told(run: Run, server: ApiServer) -> None:
     history = "".join(f'{{"step": {step}, "loss": 2.0, "more": "{"x" * 1000}"}}\n' for step in range(5000))
     (give_workspace(server, "succeeded") / "history.jsonl").write_text(history)
-    assert "the history is long: only the end of the curve was read" in run("status succeeded --curve").output
+    assert "the history is long: only the losses at its end were read" in run("status succeeded --curve").output
 
 
 def test_an_object_that_is_nested_too_deeply_ends_no_command_with_a_traceback(run: Run, server: ApiServer) -> None:
@@ -392,8 +372,8 @@ def test_an_object_that_is_nested_too_deeply_ends_no_command_with_a_traceback(ru
     for _ in range(450):
         deep = {"a": deep}
     server.put(JOBS, {**objects.FAILED, "spec": {**objects.FAILED["spec"], "settings": deep}})
-    done = run("bundle failed -o deep.tar.gz")
-    assert (done.exit_code, done.output) == (3, "what was read is nested too deeply to be worked with\n")
+    done = run("fork failed")
+    assert (done.exit_code, done.output) == (3, "the input is nested too deeply\n")
 
 
 def test_an_attempt_after_which_the_pod_was_kept_says_so(run: Run, server: ApiServer) -> None:

@@ -272,8 +272,8 @@ REFUSED = yaml.safe_dump({**MANIFEST, "spec": {**MANIFEST["spec"], "training": {
         (REFUSED, "data", 1, "error: learning-rate-zero", ""),
         (f"{REFUSED}---\n{manifest(source='pvc://sets/a.jsonl')}", "data", 1, "error: learning-rate-zero", ""),
         # What cannot be read may name any.
-        (REFUSED.replace("learningRate", "lerningRate"), "dta", 2, "error: unreadable", ""),
-        (f"{manifest()}---\n{REFUSED.replace('maxSteps', 'steps')}", "dta", 2, "error: unreadable", ""),
+        (REFUSED.replace("learningRate", "lerningRate"), "dta", 2, "error: invalid-field", ""),
+        (f"{manifest()}---\n{REFUSED.replace('maxSteps', 'steps')}", "dta", 2, "error: invalid-field", ""),
         (REFUSED, "dta", 2, "error: learning-rate-zero", "--claim dta: the job names no such claim; it names models, data"),
         (manifest(), "dta", 2, "tuned: accepted", "--claim dta: the job names no such claim; it names models, data"),
     ],
@@ -532,7 +532,7 @@ PRESET = {"format": "PromptCompletion", "mapping": {"preset": "Alpaca"}}
             PRESET,
             "fixed tuned: spec.data.mapping.preset: Alpaca (data-record-invalid)\n",
         ),
-        (ALPACA, {"format": "alpaca"}, 0, PRESET, "mapping.preset: Alpaca (unreadable)\n"),
+        (ALPACA, {"format": "alpaca"}, 0, PRESET, "mapping.preset: Alpaca (invalid-field)\n"),
         # Calls of tools as turns are told at once, and nothing is written that leads to the next refusal.
         (
             [{"conversations": [{"from": name, "value": "v"} for name in ("human", "function_call", "observation", "gpt")]}],

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from finetune_cli.app import app
 from finetune_cli.checks.cluster import CheckId
 from finetune_cli.commands.explain import explain
-from finetune_cli.corrections import other_tools
-from finetune_cli.corrections.without_value import answer_without_value
+from finetune_cli.corrections.foreign import answer, answer_without_value
+from finetune_cli.corrections.table import rows
 from finetune_cli.render.explanations import explained_text
 from finetune_job.catalogue.book import ENTRIES
 from finetune_job.failures import EXIT_CODES, FailureClass
@@ -60,13 +60,13 @@ def test_a_rule_is_explained_with_its_evidence():
         ("token-index-unknown", ("gate: preflight", "refuses the job", "test_rows_beyond_the_embedding_are_refused")),
         ("trained-token-unread", ("refuses some jobs, and warns of others",)),
         ("rehearsal-not-done", ("gate: rehearsal", "warns")),
-        ("unreadable", ("gate: schema", "not an object of this API")),
+        ("invalid-field", ("gate: schema", "not an object of this API")),
         ("frozen-after-start", ("refuses the change", "create a new job")),
         ("DeviceOutOfMemory", ("failure class", "code 44", "retry: no", "spec.training.microBatchSize")),
         ("preflight/UserModel", ("UserModel: failure class", "code 42")),
         ("nodelost", ("NodeLost: failure class", "NodeLost: reason", "retry: not counted")),
         ("44", ("exit code of a container", "DeviceOutOfMemory")),
-        ("3", ("exit code of finetune", "A run failed.")),
+        ("3", ("exit code of finetune", "A run failed, ")),
         (
             "spec.training.learningRate",
             (
@@ -163,13 +163,12 @@ PROBES = (True, False, 8, "word", ["a"])
 
 
 def test_no_explanation_of_a_setting_takes_a_value_that_nobody_has_named():
-    for names, _ in other_tools._ROWS:
-        for name in names:
-            said, fixes = answer_without_value(name), {other_tools.answer(name, value, {}).fix for value in PROBES}
-            assert said.endswith(".")
-            by_value = f"For {name}: " in said or said in (SETTINGS["gradient_accumulation_steps"], SETTINGS["num_warmup_steps"])
-            assert (len(fixes) > 1) <= by_value, (name, fixes)
-            assert not {"None", "False", "True"} & set(said.replace("activationCheckpointing: None", "").split()), said
+    for name in {name for row in rows().values() for name in row.names}:
+        text, fixes = answer_without_value(name), {answer(name, value, {}).fix for value in PROBES}
+        assert text.endswith(".")
+        by_value = f"For {name}: " in text or text in (SETTINGS["gradient_accumulation_steps"], SETTINGS["num_warmup_steps"])
+        assert (len(fixes) > 1) <= by_value, (name, fixes)
+        assert not {"None", "False", "True"} & set(text.replace("activationCheckpointing: None", "").split()), text
 
 
 def test_every_word_that_the_product_prints_is_explained():
@@ -232,14 +231,14 @@ def _paths(path: str, node: dict[str, Any]) -> Iterator[str]:
 def test_an_unknown_word_is_answered_with_what_is_like_it(word, meant):
     answer = run(word)
     assert answer.exit_code == 2
-    assert f"nothing is called {word}; did you mean " in answer.output
+    assert f"unknown term: {word}; did you mean " in answer.output
     assert meant in answer.output
 
 
 def test_a_word_that_is_like_nothing_leads_to_the_list():
     answer = run("xyzzy")
     assert answer.exit_code == 2
-    assert answer.output == "nothing is called xyzzy; `finetune explain` lists all findings\n"
+    assert answer.output == "unknown term: xyzzy; `finetune explain` lists all findings\n"
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def test_of_records_that_are_not_here_the_format_is_told_or_given(
     done = init(*places)
     assert (done.exit_code, "format" in yaml.safe_load(done.stdout)["spec"]["data"]) == (0, False)
     assert done.stderr == (
-        "the records are not found on this machine and are taken for PromptCompletion; give --format if they are not, or "
+        "the records are not on this machine and are assumed to be PromptCompletion; give --format if they are not, or "
         "--claims DIR if they are here\n"
     )
     done = init(*places, "--format", "Chat")

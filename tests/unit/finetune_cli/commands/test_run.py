@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from finetune_cli.answers import errors_told
+from finetune_cli.answers import reported_errors
 from finetune_cli.app import app
 from finetune_cli.commands import run as command
 from finetune_cli.commands.run import RunEnd, local_plan, run_document
@@ -161,7 +161,7 @@ def test_a_place_that_cannot_be_written_to_is_told_and_no_refusal(
 
 
 def test_a_reader_that_has_gone_ends_a_command_without_a_word() -> None:
-    with pytest.raises(BrokenPipeError), errors_told():
+    with pytest.raises(BrokenPipeError), reported_errors():
         raise BrokenPipeError(32, "Broken pipe")
 
 

@@ -295,7 +295,7 @@ PLAN_LOST = with_conditions(objects.condition("Stalled", "True", "PlanLost", "go
         (
             with_conditions(objects.condition("Ready", "False", "OperatorError", "403")),
             "the server's words. 403",
-            "those who run the",
+            "platform team",
         ),
         (PLAN_LOST, "is gone or holds other content. gone.", "finetune retry waiting -n team"),
         (ended("Cancelled"), "spec.run.cancel is true", "finetune fork waiting -n team | finetune submit - -n team"),

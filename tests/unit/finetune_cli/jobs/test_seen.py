@@ -9,15 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune_cli.commands.diagnose_job import comparison_text
-from finetune_cli.jobs.comparison import differences, outcomes
 from finetune_cli.jobs.diagnosis import diagnose
 from finetune_cli.jobs.plain import harmless, plain
-from finetune_cli.jobs.redact import redacted
 from finetune_cli.jobs.seen import seen_event, seen_job, seen_pod
 from finetune_cli.render.diagnosis import diagnosis_text
 from finetune_cli.render.job_status import status_document, status_text
-from finetune_cli.render.jobs import jobs_document, jobs_text, top_text
+from finetune_cli.render.jobs import jobs_document, jobs_text
 from finetune_cli.render.verdicts import as_json, as_yaml
 from finetune_job.names import Role
 from tests.support.examples import examples
@@ -158,12 +155,9 @@ def test_whatever_a_job_holds_is_printed_on_lines_without_control_characters(doc
     diagnosis = diagnose(job, objects.NOW)
     for text in (
         jobs_text([job], objects.NOW, everywhere=True),
-        top_text([job], objects.NOW),
         status_text(job, diagnosis, objects.NOW),
         diagnosis_text(job, diagnosis),
         as_json(status_document(job, diagnosis, objects.NOW)),
         as_json(jobs_document([job], objects.NOW)),
-        comparison_text(job, job, differences(job, job), outcomes(job, job, objects.NOW)),
     ):
         assert text.replace("\n", "").isprintable()
-    assert redacted(document) is not None

@@ -42,7 +42,7 @@ def test_the_collection_sees_literals_helpers_constants_and_records() -> None:
         "chat-marker-split",
         "memory-estimate-exceeds-pod",
         "rehearsal-not-done",
-        "unreadable",
+        "invalid-field",
         "trainable-tokens-overlap",
     }
 

@@ -164,7 +164,7 @@ def test_a_manifest_that_does_not_parse_is_stalled() -> None:
     actions = reconcile(broken, T0)
     assert condition(actions, ConditionType.STALLED) == ("True", Reason.INVALID_SPEC)
     assert "spec.model: missing" in message(actions, ConditionType.STALLED)
-    assert [(one.rule, one.severity) for one in written(actions).findings] == [("unreadable", "error")]
+    assert [(one.rule, one.severity) for one in written(actions).findings] == [("invalid-field", "error")]
     assert "spec.model: missing" in written(actions).findings[0].message
 
 
