@@ -10,8 +10,8 @@ from finetune_job.names import Role
 from tests.integration.conftest import RELEASE, SYSTEM, Installed, OperatorFactory
 from tests.integration.operator_process import ForkedOperator, OperatorProcess
 from tests.integration.workload import Workload
-from tests.support.cluster.control_plane import ControlPlane
-from tests.support.cluster.errors import wait_until
+from tools.cluster.control_plane import ControlPlane
+from tools.cluster.errors import wait_until
 
 pytestmark = pytest.mark.integration
 AWAY_SECONDS = 30

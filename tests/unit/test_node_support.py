@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import cgroups
-from tests.support.cluster.cgroups import processes_of_pod
-from tests.support.cluster.image_directory import link_images, node_root
-from tests.support.cluster.images import ImageStore
-from tests.support.cluster.network import ALL_PODS_RANGE, NodeNetwork
+from tools.cluster import cgroups
+from tools.cluster.cgroups import processes_of_pod
+from tools.cluster.image_directory import link_images, node_root
+from tools.cluster.images import ImageStore
+from tools.cluster.network import ALL_PODS_RANGE, NodeNetwork
 
 LAYER = "io.containerd.snapshotter.v1.overlayfs/snapshots/1/fs/file"
 BLOB = "io.containerd.content.v1.content/blobs/sha256/abc"
@@ -81,6 +81,6 @@ def test_a_name_is_taken_away_where_it_is_there(images: tuple[str, ...], monkeyp
             return ""
         return "\n".join(["REF TYPE DIGEST", *(f"{name} type digest" for name in sorted(left))])
 
-    monkeypatch.setattr("tests.support.cluster.images.run_command", ctr)
+    monkeypatch.setattr("tools.cluster.images.run_command", ctr)
     ImageStore(Path("socket")).untag("taken:1")
     assert left == {"kept:1"}

@@ -34,8 +34,8 @@ from bench.starts import __main__ as starts
 from bench.trainer import __main__ as trainer
 from bench.validate import __main__ as validate
 from tests.support.living import living
-from tests.support.stack import Stack
 from tests.unit.bench import warm_subprocess
+from tools.stack import Stack
 
 
 def run(monkeypatch: pytest.MonkeyPatch, benchmark: ModuleType, *arguments: str) -> int:

@@ -12,7 +12,7 @@ from finetune_job.plan.digest import plan_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity
 from finetune_trainer.context import RunContext
-from tests.support import quickstart
+from tools import quickstart
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 PAIRS = [
