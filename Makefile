@@ -43,11 +43,10 @@ test: environment ## All tests, as in CI, with the minutes of each suite
 test-unit test-pitfalls test-integration test-e2e lint types: environment ## One suite
 	$(PYTHON) -m tests.suites $(patsubst test-%,%,$@)
 
-.PHONY: mutants mutants-decisions
-mutants: environment ## Break the operator in one line, 150 times and more: each time a unit test must fail
-	$(PYTHON) -m tests.mutants
-mutants-decisions: environment ## Break rules, plan, memory planner and the trainer's pure functions in one line, 250 times and more
-	$(PYTHON) -m tests.mutants --set decisions
+.PHONY: mutation
+mutation: COUNT = 150
+mutation: environment ## Break the pure packages in one place, COUNT times by cosmic-ray: counts what the unit tests notice
+	$(PYTHON) -m tools.mutation --count $(COUNT) $(if $(SEED),--seed $(SEED))
 
 .PHONY: simulate
 simulate: SEEDS = 500
@@ -187,7 +186,7 @@ bench-prepare: environment ## Preparing 1 GB of text against datasets.map: MB pe
 NIGHTLY = nightly-tests nightly-e2e nightly-hostile nightly-sweep nightly-idle nightly-pace nightly-benchmarks
 .PHONY: nightly $(NIGHTLY)
 nightly: environment ## What `make test` leaves out, with seeds and examples that nobody has tried before; a part that fails stops no other
-	$(MAKE) --keep-going SEED=$(NIGHT) kill-test kill-test-elastic kill-test-merge kill-test-publish chaos failures mutants mutants-decisions simulate explore sweep tamper-test $(NIGHTLY)
+	$(MAKE) --keep-going SEED=$(NIGHT) kill-test kill-test-elastic kill-test-merge kill-test-publish chaos failures mutation simulate explore sweep tamper-test $(NIGHTLY)
 nightly-tests: environment
 	$(VENV)/bin/pytest -q -n 2 --dist loadfile -m nightly --ignore tests/e2e tests
 # One process: a machine holds one cluster with nodes.
