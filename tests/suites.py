@@ -57,7 +57,12 @@ COMPUTING = (
     Suite(
         "lint",
         0.5,
-        ((str(BIN / "ruff"), "check", "."), (str(BIN / "ruff"), "format", "--check", "."), (str(BIN / "lint-imports"),)),
+        (
+            (str(BIN / "ruff"), "check", "."),
+            (str(BIN / "ruff"), "format", "--check", "."),
+            (str(BIN / "lint-imports"),),
+            (sys.executable, "-m", "tools.budget"),
+        ),
     ),
     Suite("types", 1.5, ((str(BIN / "mypy"),),)),
     Suite("unit", 16.0, ((*ON_BOTH_CORES, "tests/unit"),)),

@@ -296,6 +296,8 @@ LINES: Mapping[str, By | PartOf | No] = {
     "python -m tests.e2e.failures": No("what `make failures` runs"),
     "python -m tests.pitfalls.catalogue > docs/pitfalls.md": By(_GENERATED),
     "python -m tests.sweep.methods_table": By(_GENERATED),
+    "python -m tools.budget --lower": No("it would write into the tree that is tested"),
+    "python -m tools.prose PACKAGE": No("`make lint` counts what it prints"),
     "sha256sum --check SHA256SUMS": By(_ONE_MACHINE),
     "tensorboard --logdir <workspace>/<job>-<uid>/trackers/tensorboard": No(
         "needs a package that is in no lock; the files are read as TensorBoard does by tests/unit/finetune_trainer/observe"
