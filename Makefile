@@ -44,7 +44,7 @@ test-unit test-pitfalls test-integration test-e2e lint types: environment ## One
 	$(PYTHON) -m tests.suites $(patsubst test-%,%,$@)
 
 .PHONY: mutation
-mutation: COUNT = 150
+mutation: COUNT = 60
 mutation: environment ## Break the pure packages in one place, COUNT times by cosmic-ray: counts what the unit tests notice
 	$(PYTHON) -m tools.mutation --count $(COUNT) $(if $(SEED),--seed $(SEED))
 
