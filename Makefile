@@ -27,13 +27,13 @@ environment: $(VENV)/.complete ## Install the Python dependencies
 
 .PHONY: demo
 demo: environment ## Fine-tune, merge and verify a small model on this machine
-	$(PYTHON) -m tests.support.quickstart $(DEMO_DIRECTORY)/claims
+	$(PYTHON) -m tools.quickstart $(DEMO_DIRECTORY)/claims
 	$(VENV)/bin/finetune run examples/quickstart.yaml --claims $(DEMO_DIRECTORY)/claims --fresh
-	$(PYTHON) -m tests.support.plain_load $(DEMO_DIRECTORY)/claims/models-out/quickstart/merged
+	$(PYTHON) -m tools.plain_load $(DEMO_DIRECTORY)/claims/models-out/quickstart/merged
 
 .PHONY: demo-cluster
 demo-cluster: environment ## The same on a real Kubernetes node brought up for it: 2 pods x 2 ranks
-	$(PYTHON) -m tests.support.demo_cluster
+	$(PYTHON) -m tools.demo_cluster
 
 .PHONY: test
 test: environment ## All tests, as in CI, with the minutes of each suite
@@ -43,11 +43,10 @@ test: environment ## All tests, as in CI, with the minutes of each suite
 test-unit test-pitfalls test-integration test-e2e lint types: environment ## One suite
 	$(PYTHON) -m tests.suites $(patsubst test-%,%,$@)
 
-.PHONY: mutants mutants-decisions
-mutants: environment ## Break the operator in one line, 150 times and more: each time a unit test must fail
-	$(PYTHON) -m tests.mutants
-mutants-decisions: environment ## Break rules, plan, memory planner and the trainer's pure functions in one line, 250 times and more
-	$(PYTHON) -m tests.mutants --set decisions
+.PHONY: mutation
+mutation: COUNT = 60
+mutation: environment ## Break the pure packages in one place, COUNT times by cosmic-ray: counts what the unit tests notice
+	$(PYTHON) -m tools.mutation --count $(COUNT) $(if $(SEED),--seed $(SEED))
 
 .PHONY: simulate
 simulate: SEEDS = 500
@@ -73,36 +72,36 @@ test-kueue: environment ## The traps of Kueue with a real one: KUEUE=<its manage
 
 .PHONY: cluster
 cluster: environment ## A real control plane and node for a person; prints its KUBECONFIG
-	$(PYTHON) -m tests.support.cluster
+	$(PYTHON) -m tools.cluster
 
 .PHONY: images
 images: environment ## Build both container images (no daemon needed)
-	$(PYTHON) -m tests.support.images all
+	$(PYTHON) -m tools.images all
 
 IMAGES = all
 .PHONY: push
 push: environment ## Push both images to REGISTRY (registry.example/team); build/images.yaml has the values with which helm installs them
 	@test -n "$(REGISTRY)" || { echo "make push REGISTRY=registry.example/team: name the registry" >&2; exit 2; }
-	$(PYTHON) -m tests.support.images $(IMAGES) --push $(REGISTRY) --values build/images.yaml $(OPTIONS)
+	$(PYTHON) -m tools.images $(IMAGES) --push $(REGISTRY) --values build/images.yaml $(OPTIONS)
 
 .PHONY: release
 release: environment ## Push images and chart as VERSION to REGISTRY, sign them with KEY, attach bill and provenance: docs/release.md
 	@test -n "$(REGISTRY)" -a -n "$(VERSION)" -a -n "$(KEY)" || \
 	  { echo "make release REGISTRY=registry.example/team VERSION=0.2.0 KEY=finetune.key: name all three" >&2; exit 2; }
-	$(PYTHON) -m tests.support.release --registry $(REGISTRY) --version $(VERSION) --key $(KEY) --images $(IMAGES) $(OPTIONS)
+	$(PYTHON) -m tools.release --registry $(REGISTRY) --version $(VERSION) --key $(KEY) --images $(IMAGES) $(OPTIONS)
 
 .PHONY: krew-bundle
 krew-bundle: environment ## kubectl finetune as VERSION for Krew, to be loaded from URL: archive and manifest in build/krew
 	@test -n "$(VERSION)" -a -n "$(URL)" || \
 	  { echo "make krew-bundle VERSION=0.2.0 URL=https://downloads.example.com/finetune: name both" >&2; exit 2; }
-	$(PYTHON) -m tests.support.krew --version $(VERSION) --url $(URL) $(OPTIONS)
+	$(PYTHON) -m tools.krew --version $(VERSION) --url $(URL) $(OPTIONS)
 
 .PHONY: generate
 generate: environment ## Write all generated files: CRDs, fields, commands, rules, findings, pitfalls, methods, table of metrics, image locks
 	$(PYTHON) -m finetune_job.crd crds charts/finetune-operator/files/crds
-	$(PYTHON) -m tests.support.values_schema
-	$(PYTHON) -m tests.support.chart_readme
-	$(PYTHON) -m tests.support.dashboards
+	$(PYTHON) -m tools.values_schema
+	$(PYTHON) -m tools.chart_readme
+	$(PYTHON) -m tools.dashboards
 	$(PYTHON) -m finetune_cli.generate_rules > docs/rules.md
 	$(PYTHON) -m finetune_cli.generate_findings > docs/findings.md
 	$(PYTHON) -m finetune_cli.generate_fields > docs/fields.md
@@ -112,8 +111,8 @@ generate: environment ## Write all generated files: CRDs, fields, commands, rule
 	$(PYTHON) -m tests.pitfalls.catalogue > docs/pitfalls.md
 	$(PYTHON) -m tests.sweep.methods_table
 	$(PYTHON) -m finetune_trainer.observe.metrics > docs/trainer-metrics.md
-	$(PYTHON) -m tests.unit.layers_page > docs/layers.md
-	$(PYTHON) -m tests.support.images.locks
+	$(PYTHON) -m tools.layers_page > docs/layers.md
+	$(PYTHON) -m tools.images.locks
 
 .PHONY: format
 format: environment ## Format the sources
@@ -123,7 +122,7 @@ format: environment ## Format the sources
 .PHONY: chaos
 chaos: JOBS = 200
 chaos: environment ## Kill the operator around every write, and put it into bad weather, with JOBS jobs on a real control plane
-	$(PYTHON) -m tests.support.cluster.binaries
+	$(PYTHON) -m tools.cluster.binaries
 	$(PYTHON) -m tests.chaos --jobs $(JOBS)
 
 .PHONY: kill-test
@@ -145,14 +144,14 @@ kill-test-merge: environment ## Kill merges RUNS times; every one must end with 
 .PHONY: kill-test-publish
 kill-test-publish: RUNS = 100
 kill-test-publish: environment ## Kill publications RUNS times for each kind of destination; no reader may see half a release
-	$(PYTHON) -m tests.support.cluster.binaries
+	$(PYTHON) -m tools.cluster.binaries
 	$(PYTHON) -m tests.kill.publish --kills $(RUNS) $(if $(SEED),--seed $(SEED))
 	$(PYTHON) -m tests.kill.publish_hub --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 
 .PHONY: bench-operator
 bench-operator: JOBS = 1000
 bench-operator: environment ## Pace and cost of the operator with JOBS jobs on a real API server, against bench/operator_thresholds.json
-	$(PYTHON) -m tests.support.cluster.binaries
+	$(PYTHON) -m tools.cluster.binaries
 	$(PYTHON) -m bench.operator_pace --jobs $(JOBS) --keep-results
 
 .PHONY: bench-merge bench-merge-7b bench-chain bench-trainer bench-gpu gpu-check bench-prepare bench-prepare-memory bench-preflight bench-memory bench-validate bench-starts bench-spot
@@ -187,7 +186,7 @@ bench-prepare: environment ## Preparing 1 GB of text against datasets.map: MB pe
 NIGHTLY = nightly-tests nightly-e2e nightly-hostile nightly-sweep nightly-idle nightly-pace nightly-benchmarks
 .PHONY: nightly $(NIGHTLY)
 nightly: environment ## What `make test` leaves out, with seeds and examples that nobody has tried before; a part that fails stops no other
-	$(MAKE) --keep-going SEED=$(NIGHT) kill-test kill-test-elastic kill-test-merge kill-test-publish chaos failures mutants mutants-decisions simulate explore sweep tamper-test $(NIGHTLY)
+	$(MAKE) --keep-going SEED=$(NIGHT) kill-test kill-test-elastic kill-test-merge kill-test-publish chaos failures mutation simulate explore sweep tamper-test $(NIGHTLY)
 nightly-tests: environment
 	$(VENV)/bin/pytest -q -n 2 --dist loadfile -m nightly --ignore tests/e2e tests
 # One process: a machine holds one cluster with nodes.
@@ -198,7 +197,7 @@ nightly-hostile: environment
 nightly-sweep: environment
 	$(PYTHON) -m tests.sweep --slice random --count 300 --seed $(NIGHT)
 nightly-idle: environment
-	$(PYTHON) -m tests.support.cluster.binaries
+	$(PYTHON) -m tools.cluster.binaries
 	$(PYTHON) -m tests.idle
 nightly-pace: environment
 	$(MAKE) bench-operator JOBS=1000

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.quickstart import make_claims
+from tools.quickstart import make_claims
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ("models-out", "workspace")

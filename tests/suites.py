@@ -57,7 +57,12 @@ COMPUTING = (
     Suite(
         "lint",
         0.5,
-        ((str(BIN / "ruff"), "check", "."), (str(BIN / "ruff"), "format", "--check", "."), (str(BIN / "lint-imports"),)),
+        (
+            (str(BIN / "ruff"), "check", "."),
+            (str(BIN / "ruff"), "format", "--check", "."),
+            (str(BIN / "lint-imports"),),
+            (sys.executable, "-m", "tools.budget"),
+        ),
     ),
     Suite("types", 1.5, ((str(BIN / "mypy"),),)),
     Suite("unit", 16.0, ((*ON_BOTH_CORES, "tests/unit"),)),
@@ -78,9 +83,9 @@ COMPUTING = (
     ),
 )
 WITH_A_CLUSTER = (
-    Suite("cluster-binaries", 10.0, ((sys.executable, "-m", "tests.support.cluster.binaries"),)),
+    Suite("cluster-binaries", 10.0, ((sys.executable, "-m", "tools.cluster.binaries"),)),
     Suite("integration", 10.0, ((*ON_BOTH_CORES, "tests/integration"),)),
-    Suite("images", 5.0, ((sys.executable, "-m", "tests.support.images", "all"),)),
+    Suite("images", 5.0, ((sys.executable, "-m", "tools.images", "all"),)),
     Suite("e2e", 10.0, ((*PYTEST, "tests/e2e"),)),
 )
 GROUPS = (Group(WITH_A_CLUSTER), *(Group((suite,), ("nice", "-n", "10")) for suite in COMPUTING))

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from finetune_job.names import Role
-from tests.support.stack import ROOT, Stack, condition_of
+from tools.stack import ROOT, Stack, condition_of
 
 EXAMPLE = "examples/quickstart.yaml"
 ROLES = (Role.PREFLIGHT, Role.TRAIN, Role.MERGE)
@@ -97,7 +97,7 @@ def main() -> None:
     local: list[float] = []
     with Stack() as stack, tempfile.TemporaryDirectory() as scratch:
         claims = Path(scratch) / "claims"
-        subprocess.run([sys.executable, "-m", "tests.support.quickstart", claims], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-m", "tools.quickstart", claims], cwd=ROOT, check=True)
         for number in range(runs):
             cluster.append(on_the_node(stack, f"bench-{number}"))
             local.append(on_this_machine(claims, number))

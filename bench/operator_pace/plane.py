@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from tests.support.audited_plane import AuditedPlane
-from tests.support.cluster.errors import wait_until
-from tests.support.cluster.processes import Component
+from tools.cluster.errors import wait_until
+from tools.cluster.processes import Component
 
 CONTROLLERS = ("serviceaccount-controller", "namespace-controller", "root-ca-certificate-publisher-controller")
 """What a namespace needs before pods may be created in it."""

@@ -31,8 +31,8 @@ from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.data.cpus import available_cpus
 from finetune_trainer.roles.rehearse import CHECK
 from tests.support.declared_model import LLAMA_70B, MIXTRAL_8X22B, QWEN3_235B, declare_model
-from tests.support.quickstart import make_tokenizer
 from tests.support.tiny_model import plan_of, tiny_spec
+from tools.quickstart import make_tokenizer
 
 RESULT = Path(__file__).parents[1] / "results" / "preflight.json"
 LIMIT_SECONDS, LIMIT_BYTES = 20.0, 1 << 30

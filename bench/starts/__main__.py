@@ -37,7 +37,7 @@ from finetune_job.api.job import FineTuneJob
 from finetune_job.failures import TerminationReport
 from finetune_job.names import Role
 from finetune_job.progress import Progress
-from tests.support.quickstart import make_claims
+from tools.quickstart import make_claims
 
 MANIFEST = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 LIMITS = {

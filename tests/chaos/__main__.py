@@ -23,9 +23,9 @@ from tests.chaos.weather import KILL_POINTS, Faults, Kills
 from tests.integration.kube import Kube
 from tests.integration.operator_process import OperatorProcess
 from tests.integration.workload import Workload
-from tests.support.cluster.control_plane import ControlPlane
-from tests.support.cluster.errors import WaitTimeoutError, wait_until
 from tests.support.installed_chart import RELEASE, SYSTEM, InstalledChart, install
+from tools.cluster.control_plane import ControlPlane
+from tools.cluster.errors import WaitTimeoutError, wait_until
 
 
 class Supervised:

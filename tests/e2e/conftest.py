@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.cluster.requirements import unsupported_reason
-from tests.support.stack import Stack
+from tools.cluster.requirements import unsupported_reason
+from tools.stack import Stack
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.cluster import network
-from tests.support.cluster.certificates import CertificateAuthority
 from tests.support.registry import Registry, running_registry
-from tests.support.stack import NAMESPACE, Stack, host_and_port
+from tools.cluster import network
+from tools.cluster.certificates import CertificateAuthority
+from tools.stack import NAMESPACE, Stack, host_and_port
 
 PROFILE, LOGIN_SECRET, REPOSITORY = "publishing", "registry-login", "team/tuned"
 _AUTHORITIES = "company-ca"

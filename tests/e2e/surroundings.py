@@ -11,10 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from finetune_job.names import LABEL_JOB_UID, LABEL_MANAGED_BY, LABEL_ROLE, OBSERVE_PORT, RENDEZVOUS_PORT, Role
-from tests.support.cluster import network
-from tests.support.cluster.control_plane import free_ports
-from tests.support.cluster.errors import ClusterError, wait_until
-from tests.support.cluster.pod_network import (
+from tests.e2e.pod_network import (
     OWN_NAMESPACE,
     Address,
     Answer,
@@ -24,7 +21,10 @@ from tests.support.cluster.pod_network import (
     reached_from,
     stopped,
 )
-from tests.support.stack import MONITORING_NAMESPACE, NAMESPACE, Stack, host_and_port
+from tools.cluster import network
+from tools.cluster.control_plane import free_ports
+from tools.cluster.errors import ClusterError, wait_until
+from tools.stack import MONITORING_NAMESPACE, NAMESPACE, Stack, host_and_port
 
 OTHER_NAMESPACE = "other-team"
 METADATA_ADDRESS, PUBLIC_ADDRESS = "169.254.169.254", "203.0.113.7"

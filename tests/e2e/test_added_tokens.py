@@ -8,7 +8,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.stack import ROOT, Stack, condition_of
+from tools.stack import ROOT, Stack, condition_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(900)]
 EXAMPLE = "examples/quickstart-cluster.yaml"

@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.cluster.errors import ClusterError, wait_until
-from tests.support.cluster.images import write_program_image
-from tests.support.cluster.network import connect, disconnect, reserve_machine
-from tests.support.cluster.node_cluster import NodeCluster
-from tests.support.cluster.pod_network import Answer, listening, node_namespace, pod_namespace, reached_from
+from tests.e2e.pod_network import Answer, listening, node_namespace, pod_namespace, reached_from
+from tools.cluster.errors import ClusterError, wait_until
+from tools.cluster.images import write_program_image
+from tools.cluster.network import connect, disconnect, reserve_machine
+from tools.cluster.node_cluster import NodeCluster
 
-pytest_plugins = ["tests.support.cluster.fixtures"]
+pytest_plugins = ["tests.support.cluster_fixtures"]
 pytestmark = pytest.mark.e2e
 
 GIGABYTE = 10**9

@@ -15,12 +15,12 @@ import yaml
 
 from bench.chain import __main__ as chain
 from finetune_job.names import Role
+from tests.e2e.pod_network import Answer
 from tests.e2e.publishing import LOGIN_SECRET, PROFILE, REPOSITORY, keep_login, publishing_registry
 from tests.e2e.surroundings import Surroundings
-from tests.support.cluster.pod_network import Answer
 from tests.support.registry import PASSWORD, NotThereError, Registry
-from tests.support.s3 import SECRET_KEY as S3_SECRET_KEY
-from tests.support.stack import NAMESPACE, ROOT, SYSTEM_NAMESPACE, USER_ID, Stack, condition_of
+from tools.s3 import SECRET_KEY as S3_SECRET_KEY
+from tools.stack import NAMESPACE, ROOT, SYSTEM_NAMESPACE, USER_ID, Stack, condition_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 EXAMPLE = "examples/quickstart-cluster.yaml"
@@ -126,7 +126,7 @@ def test_it_succeeds_with_a_verified_merged_model(stack: Stack, undisturbed: dic
     assert float(progress["evalLoss"]) < 0.9 * float(progress["initialEvalLoss"])
     output = stack.claim("models-out") / "undisturbed"
     assert json.loads((output / "verification.json").read_text())["passed"] is True
-    subprocess.run([sys.executable, "-m", "tests.support.plain_load", output / "merged"], cwd=ROOT, check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "tools.plain_load", output / "merged"], cwd=ROOT, check=True, timeout=300)
 
 
 def test_the_benchmark_of_the_chain_has_its_parts(undisturbed: dict[str, Any]) -> None:

@@ -12,12 +12,12 @@ import pytest
 from finetune_trainer.context import RunContext
 from finetune_trainer.release.commands import copy_command
 from finetune_trainer.release.files import CHECKSUMS
-from tests.support.cluster.binaries import ensure_binaries, ensure_oras
 from tests.support.finished_run import finished_run, publish_arguments, published_files
 from tests.support.hub import running_hub
 from tests.support.registry import running_registry
-from tests.support.s3 import REGION, running_s3
 from tests.unit.finetune_trainer.release.example import example
+from tools.cluster.binaries import ensure_binaries, ensure_oras
+from tools.s3 import REGION, running_s3
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 

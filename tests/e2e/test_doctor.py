@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.support.documented import doctor_roles
-from tests.support.stack import NAMESPACE, RELEASE, SYSTEM_NAMESPACE, Stack
+from tools.stack import NAMESPACE, RELEASE, SYSTEM_NAMESPACE, Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 USER_ROLE = f"{RELEASE}-finetune-operator-{SYSTEM_NAMESPACE}-user"

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from tests.support.documented import ROOT, as_written, blocks_of, path_with
-from tests.support.stack import NAMESPACE, Stack, host_and_port
+from tools.stack import NAMESPACE, Stack, host_and_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(2400)]
 JOB = "documented"

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.cluster.errors import wait_until
 from tests.support.documented import ROOT, as_written
+from tools.cluster.errors import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(1800)]
 ANSWERS = "pvc://models/tiny-llama\npvc://data/train.jsonl\n2\n\n"
@@ -28,7 +28,7 @@ ANSWERS = "pvc://models/tiny-llama\npvc://data/train.jsonl\n2\n\n"
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the examples and, as DIR, the claims of the quickstart."""
     desk = tmp_path_factory.mktemp("desk")
-    subprocess.run([sys.executable, "-m", "tests.support.quickstart", desk / "DIR"], cwd=ROOT, check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "tools.quickstart", desk / "DIR"], cwd=ROOT, check=True, timeout=300)
     (desk / "examples").symlink_to(ROOT / "examples")
     (desk / ".venv").symlink_to(Path(sys.executable).parents[1])
     (desk / "runs").mkdir()

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import network
-from tests.support.cluster.node_cluster import NodeCluster
-from tests.support.cluster.requirements import unsupported_reason
 from tests.support.documented import ROOT, Reader, blocks_of, path_with
 from tests.support.registry import Registry, running_registry
-from tests.support.volumes import volume
+from tools.cluster import network
+from tools.cluster.node_cluster import NodeCluster
+from tools.cluster.requirements import unsupported_reason
+from tools.volumes import volume
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(5400)]
 README = ROOT / "README.md"
@@ -101,4 +101,4 @@ def test_readme_leads_from_nothing_to_a_verified_model(
         assert len(images) == 2
     result = reader.checkout / "build" / "result"
     assert json.loads((result / "verification.json").read_text())["passed"] is True
-    subprocess.run([sys.executable, "-m", "tests.support.plain_load", result / "merged"], cwd=ROOT, check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "tools.plain_load", result / "merged"], cwd=ROOT, check=True, timeout=300)

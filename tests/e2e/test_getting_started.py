@@ -24,14 +24,14 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune_trainer.release.files import ReleaseLayout
-from tests.support.cluster.images import write_program_image
-from tests.support.cluster.requirements import install_packages
 from tests.support.documented import ROOT, Reader, blocks_of, path_with
-from tests.support.stack import STORAGE_CLASS, Stack
 from tests.support.tiny_model import write_tiny_llama
 from tests.support.vllm_layout import check_adapter, check_model
-from tests.support.volumes import volume
 from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
+from tools.cluster.images import write_program_image
+from tools.cluster.requirements import install_packages
+from tools.stack import STORAGE_CLASS, Stack
+from tools.volumes import volume
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 PAGE = ROOT / "docs/getting-started.md"

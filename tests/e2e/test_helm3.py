@@ -12,7 +12,7 @@ import yaml
 
 from tests.integration.conftest import CHART
 from tests.integration.test_values_matrix import nested, rows
-from tests.support.cluster.binaries import KUBERNETES_VERSION, ensure_binaries, ensure_helm3
+from tools.cluster.binaries import KUBERNETES_VERSION, ensure_binaries, ensure_helm3
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 

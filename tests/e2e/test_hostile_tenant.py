@@ -23,13 +23,13 @@ import pytest
 import yaml
 
 from finetune_job.names import OBSERVE_PORT, Role
+from tests.e2e.pod_network import pod_namespace, reached_from, stopped
 from tests.e2e.publishing import LOGIN_SECRET, PROFILE, REPOSITORY, keep_login, publishing_registry
 from tests.e2e.surroundings import RESTRICTED_CONTAINER
-from tests.support.cluster.errors import ClusterError
-from tests.support.cluster.pod_network import pod_namespace, reached_from, stopped
-from tests.support.cluster.processes import run_command
 from tests.support.registry import PASSWORD, NotThereError, Registry
-from tests.support.stack import NAMESPACE, RELEASE, ROOT, SYSTEM_NAMESPACE, USER_ID, Stack, condition_of
+from tools.cluster.errors import ClusterError
+from tools.cluster.processes import run_command
+from tools.stack import NAMESPACE, RELEASE, ROOT, SYSTEM_NAMESPACE, USER_ID, Stack, condition_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(1800)]
 NAME = "attacked"

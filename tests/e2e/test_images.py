@@ -27,15 +27,15 @@ from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.plan.digest import canonical_json
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity
-from tests.support.cluster.cache import cache_root
+from tests.e2e.snapshot_archive import snapshot_archive
 from tests.support.documented import blocks_of
-from tests.support.images import Image, ImageError, build, locks, rebuilt_manifest
-from tests.support.images.base import KINDS, SNAPSHOT_VARIABLE, base_archive, package_sources
-from tests.support.images.buildah import Storage, imported
-from tests.support.images.snapshot_archive import snapshot_archive
-from tests.support.images.sources import REPOSITORY, SOURCES, Sources
-from tests.support.images.store import find_image
-from tests.support.images.wheelhouse import wheelhouse
+from tools.cluster.cache import cache_root
+from tools.images import Image, ImageError, build, locks, rebuilt_manifest
+from tools.images.base import KINDS, SNAPSHOT_VARIABLE, base_archive, package_sources
+from tools.images.buildah import Storage, imported
+from tools.images.sources import REPOSITORY, SOURCES, Sources
+from tools.images.store import find_image
+from tools.images.wheelhouse import wheelhouse
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -272,7 +272,7 @@ def test_operator_asks_the_name_server_of_its_pod(mounted: _Mounted) -> None:
 
 
 def test_image_is_no_larger_than_agreed(mounted: _Mounted) -> None:
-    sizes = json.loads((REPOSITORY / "tests/support/images/sizes.json").read_text())
+    sizes = json.loads((REPOSITORY / "tools/images/sizes.json").read_text())
     assert mounted.image.stored.size <= sizes[mounted.sources.name]
 
 
@@ -429,7 +429,7 @@ def test_every_cache_of_the_trainer_lies_under_tmp(mounted: _Mounted) -> None:
 @pytest.mark.parametrize("mounted", ["trainer"], indirect=True)
 def test_preflight_accepts_a_model_without_network(mounted: _Mounted, tmp_path: Path) -> None:
     subprocess.run(
-        [sys.executable, "-m", "tests.support.quickstart", tmp_path / "claims"], cwd=REPOSITORY, check=True, capture_output=True
+        [sys.executable, "-m", "tools.quickstart", tmp_path / "claims"], cwd=REPOSITORY, check=True, capture_output=True
     )
     manifest = yaml.safe_load((REPOSITORY / "examples/quickstart.yaml").read_text())
     # A job of the chain is rehearsed in this image.

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support import images
-from tests.support.cluster.errors import wait_until
-from tests.support.cluster.node_cluster import NodeCluster
-from tests.support.cluster.requirements import unsupported_reason
 from tests.support.documented import ROOT, Reader, blocks_of, path_with
+from tools import images
+from tools.cluster.errors import wait_until
+from tools.cluster.node_cluster import NodeCluster
+from tools.cluster.requirements import unsupported_reason
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(1800)]
 CHART = ROOT / "charts/finetune-operator"

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.cluster.binaries import ensure_binaries, ensure_krew
 from tests.support.documented import MAKE, as_written, blocks_of, path_with
-from tests.support.krew import __main__ as krew
-from tests.support.krew.manifest import manifest
-from tests.support.krew.platforms import PLATFORMS, own_platform
+from tools.cluster.binaries import ensure_binaries, ensure_krew
+from tools.krew import __main__ as krew
+from tools.krew.manifest import manifest
+from tools.krew.platforms import PLATFORMS, own_platform
 
 ROOT = Path(__file__).parents[2]
 URL = "https://downloads.example.com/finetune/"
@@ -64,7 +64,7 @@ def test_what_krew_would_refuse_is_refused(
 def test_the_documented_command_makes_a_bundle() -> None:
     (line,) = re.findall(r"^make krew-bundle .*$", (ROOT / "docs/release.md").read_text(), re.MULTILINE)
     shown = subprocess.run([*shlex.split(line), "-n"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "-m tests.support.krew --version 0.2.0 --url https://downloads.example.com/finetune" in shown
+    assert "-m tools.krew --version 0.2.0 --url https://downloads.example.com/finetune" in shown
 
 
 @dataclass(frozen=True)

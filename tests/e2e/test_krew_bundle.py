@@ -18,11 +18,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.cluster.certificates import CertificateAuthority
-from tests.support.krew.bundle import bundle
-from tests.support.krew.interpreter import PACKAGES, download
-from tests.support.krew.platforms import PLATFORMS, Platform, own_platform
 from tests.support.processor import slowness
+from tools.cluster.certificates import CertificateAuthority
+from tools.krew.bundle import bundle
+from tools.krew.interpreter import PACKAGES, download
+from tools.krew.platforms import PLATFORMS, Platform, own_platform
 
 ROOT = Path(__file__).parents[2]
 JOBS = "/apis/finetune.dev/v1alpha1/namespaces/default/finetunejobs"

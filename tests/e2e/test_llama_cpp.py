@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Mixtr
 from finetune_trainer.release.adapter_check import check_adapter
 from finetune_trainer.report.summary import commands
 from finetune_trainer.roles import merge_command
-from tests.support.llama_cpp import LlamaCpp, ensure_llama_cpp
+from tests.e2e.llama_cpp import LlamaCpp, ensure_llama_cpp
 from tests.unit.finetune_trainer.release.example import example
 from tests.unit.finetune_trainer.release.test_adapter_check import FOR_LLAMA_CPP, LORA, NOT_SERVED, written
 

@@ -27,13 +27,13 @@ from finetune_cli.jobs.next_manifest import fork_of, parse_change, start_changes
 from finetune_cli.jobs.seen import seen_job
 from finetune_cli.local.claims import LOCAL_UID
 from finetune_job.finding import FieldChange
-from tests.support.cluster.binaries import ensure_binaries
-from tests.support.cluster.errors import wait_until
 from tests.support.forked_program import run_forked
 from tests.support.hub import running_hub
-from tests.support.s3 import REGION, SECRET_KEY, running_s3
-from tests.support.stack import ROOT
 from tests.unit.finetune_cli.jobs import objects
+from tools.cluster.binaries import ensure_binaries
+from tools.cluster.errors import wait_until
+from tools.s3 import REGION, SECRET_KEY, running_s3
+from tools.stack import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 FINETUNE = Path(sys.executable).parent / "finetune"
@@ -44,7 +44,7 @@ EXAMPLE = ROOT / "examples/quickstart.yaml"
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Claims with the quickstart's model and data."""
     claims = tmp_path_factory.mktemp("inputs")
-    subprocess.run([sys.executable, "-m", "tests.support.quickstart", claims], cwd=ROOT, check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "tools.quickstart", claims], cwd=ROOT, check=True, timeout=300)
     return claims
 
 
@@ -102,7 +102,7 @@ def test_it_ends_with_a_verified_model_that_needs_no_peft(undisturbed: tuple[Pat
     history = next((claims / "workspace").glob("*/history.jsonl")).read_text()
     losses = [line["eval_loss"] for line in map(json.loads, history.splitlines()) if line.get("eval_loss") is not None]
     assert losses[-1] < 0.9 * losses[0]
-    subprocess.run([sys.executable, "-m", "tests.support.plain_load", result / "merged"], cwd=ROOT, check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "tools.plain_load", result / "merged"], cwd=ROOT, check=True, timeout=300)
 
 
 def as_alpaca(inputs: Path, split: str) -> bytes:

@@ -30,12 +30,12 @@ from finetune_job.names import Role, workspace_claim_name
 from finetune_trainer.processes.start import name_of_process
 from finetune_trainer.ranks.reports import rank_process_name, rank_report_name
 from tests.e2e.failures.scene import Scene
-from tests.support.cluster.cgroups import processes_of_pod
-from tests.support.cluster.network import NodeNetwork
-from tests.support.cluster.processes import run_command
-from tests.support.quickstart import make_model
-from tests.support.stack import NAMESPACE, Stack
-from tests.support.volumes import bound_claim, volume
+from tools.cluster.cgroups import processes_of_pod
+from tools.cluster.network import NodeNetwork
+from tools.cluster.processes import run_command
+from tools.quickstart import make_model
+from tools.stack import NAMESPACE, Stack
+from tools.volumes import bound_claim, volume
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(600)]
 BIN = Path(sys.executable).parent

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from finetune_job.names import Role
-from tests.support.cluster.errors import ClusterError
-from tests.support.stack import CLAIMS, NAMESPACE, RELEASE, ROOT, SYSTEM_NAMESPACE, Stack, condition_of
-from tests.support.volumes import bound_claim, volume
+from tools.cluster.errors import ClusterError
+from tools.stack import CLAIMS, NAMESPACE, RELEASE, ROOT, SYSTEM_NAMESPACE, Stack, condition_of
+from tools.volumes import bound_claim, volume
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 REFUSED = sorted((ROOT / "examples/refused").glob("*.yaml"))

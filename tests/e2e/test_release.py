@@ -20,17 +20,17 @@ from finetune_trainer.errors import DestinationRefusedError
 from finetune_trainer.network.retry import TransientError
 from finetune_trainer.release.checksums import read_release
 from finetune_trainer.release.sign import signed
-from tests.support.cluster.binaries import ensure_binaries, ensure_cosign
-from tests.support.cluster.requirements import ensure_packages, install_packages
 from tests.support.documented import MAKE, as_written, blocks_of, path_with, spans_of
 from tests.support.finished_run import finished_run
-from tests.support.images import ImageError, build
-from tests.support.images.sources import REPOSITORY
 from tests.support.registry import PASSWORD, USER, Registry, running_registry
-from tests.support.release import __main__ as command
-from tests.support.release.attach import MANIFEST_TYPE, Layer, attach, repository
-from tests.support.release.publication import Published, Release, source_commit
-from tests.support.release.signing import read_key
+from tools.cluster.binaries import ensure_binaries, ensure_cosign
+from tools.cluster.requirements import ensure_packages, install_packages
+from tools.images import ImageError, build
+from tools.images.sources import REPOSITORY
+from tools.release import __main__ as command
+from tools.release.attach import MANIFEST_TYPE, Layer, attach, repository
+from tools.release.publication import Published, Release, source_commit
+from tools.release.signing import read_key
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -18,9 +18,9 @@ from finetune_trainer.processes.start import name_of_process
 from finetune_trainer.ranks.reports import rank_process_name
 from tests.e2e.failures.case import FailedAttempt
 from tests.e2e.failures.scene import SPEC, Scene
-from tests.support.cluster.cgroups import processes_of_pod
 from tests.support.documented import as_written
-from tests.support.stack import NAMESPACE, Stack
+from tools.cluster.cgroups import processes_of_pod
+from tools.stack import NAMESPACE, Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 ONE_POD: dict[str, Any] = {"parallelism": {"nodes": 1, "processesPerNode": 2, "fsdp": {"version": 2}}}

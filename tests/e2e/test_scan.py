@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster.requirements import ensure_packages
+from tests.e2e.scanner import Advisory, pairs, scan
 from tests.support.documented import as_written, blocks_of
-from tests.support.images import build
-from tests.support.images.sources import REPOSITORY
 from tests.support.registry import running_registry
-from tests.support.scanner import Advisory, pairs, scan
+from tools.cluster.requirements import ensure_packages
+from tools.images import build
+from tools.images.sources import REPOSITORY
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 

@@ -14,7 +14,7 @@ from finetune_job.names import LABEL_JOB
 from tests.e2e.failures import node_faults
 from tests.e2e.failures.case import Case, FailedAttempt
 from tests.e2e.failures.scene import Scene
-from tests.support.stack import NAMESPACE, Stack
+from tools.stack import NAMESPACE, Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 CHOSEN = ("power-cut-declared",)

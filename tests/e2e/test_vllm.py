@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from finetune_trainer.release.adapter_check import ServingReport, check_adapter
 from finetune_trainer.report.summary import commands
+from tests.e2e.vllm import VERSION, Loaded, load_adapters, parse_serve
 from tests.support.documented import ROOT, blocks_of
 from tests.support.tiny_model import write_tiny_llama
-from tests.support.vllm import VERSION, Loaded, load_adapters, parse_serve
 from tests.unit.finetune_trainer.release.example import FROM_HUB, example
 from tests.unit.finetune_trainer.release.test_adapter_check import LORA, NOT_SERVED, written
 

@@ -13,12 +13,12 @@ import pytest
 from tests.integration.kube import Kube
 from tests.integration.operator_process import ForkedOperator, OperatorProcess
 from tests.integration.workload import Workload
-from tests.support.cluster.access import ClusterAccess
-from tests.support.cluster.control_plane import ControlPlane
-from tests.support.cluster.errors import wait_until
-from tests.support.cluster.existing import EXISTING_VARIABLE
-from tests.support.cluster.fixtures import control_plane
+from tests.support.cluster_fixtures import control_plane
+from tests.support.existing_cluster import EXISTING_VARIABLE
 from tests.support.installed_chart import CHART, RELEASE, SYSTEM, InstalledChart, install
+from tools.cluster.access import ClusterAccess
+from tools.cluster.control_plane import ControlPlane
+from tools.cluster.errors import wait_until
 
 __all__ = ["CHART", "RELEASE", "SYSTEM", "control_plane"]
 _numbers = itertools.count()

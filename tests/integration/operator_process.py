@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from tests.support.cluster.errors import wait_until
 from tests.support.forked_program import ForkedProgram
+from tools.cluster.errors import wait_until
 
 DEADLINE = 120.0
 

@@ -15,10 +15,10 @@ import yaml
 
 from finetune_job.names import LABEL_JOB
 from finetune_operator.cluster.projection import INDEX_LABEL
-from tests.support.cluster.binaries import ensure_binaries
-from tests.support.cluster.errors import ClusterError
-from tests.support.cluster.processes import run_command
 from tests.support.prometheus import rendered, rendered_rules
+from tools.cluster.binaries import ensure_binaries
+from tools.cluster.errors import ClusterError
+from tools.cluster.processes import run_command
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).resolve().parents[2]

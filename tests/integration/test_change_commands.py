@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from finetune_cli.cluster.errors import Right
+from tests.integration.command_rights import CREATE, JOB, PATCH, USE
 from tests.integration.kube import Document
 from tests.integration.test_commands import Caller, caller, rights_of
-from tests.support.command_rights import CREATE, JOB, PATCH, USE
 
 __all__ = ["caller"]
 pytestmark = pytest.mark.integration

@@ -20,9 +20,9 @@ from finetune_operator.check_release import MetricsAddress, read_metrics
 from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed, OperatorFactory
 from tests.integration.operator_process import ForkedOperator
 from tests.integration.workload import SPEC, Workload
-from tests.support.cluster.errors import ClusterError, wait_until
 from tests.support.forked_program import run_forked
 from tests.support.installed_chart import CLUSTER_NAME, WAYS_OUT, install
+from tools.cluster.errors import ClusterError, wait_until
 
 pytestmark = pytest.mark.integration
 Document = dict[str, Any]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.cluster.binaries import ensure_binaries
-from tests.support.cluster.errors import ClusterError
-from tests.support.cluster.processes import run_command
 from tests.support.installed_chart import CHART
+from tools.cluster.binaries import ensure_binaries
+from tools.cluster.errors import ClusterError
+from tools.cluster.processes import run_command
 
 pytestmark = pytest.mark.integration
 Document = dict[str, Any]

@@ -13,15 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.cluster.access import ClusterAccess
-from tests.support.cluster.binaries import PREBUILT_VARIABLE, Binaries
-from tests.support.cluster.control_plane import ControlPlane
-from tests.support.cluster.errors import ClusterError, wait_until
-from tests.support.cluster.existing import EXISTING_VARIABLE, ExistingCluster, existing_kubeconfig
-from tests.support.cluster.traces import descendants
+from tests.support.cluster_traces import descendants
+from tests.support.existing_cluster import EXISTING_VARIABLE, ExistingCluster, existing_kubeconfig
 from tests.support.living import living
+from tools.cluster.access import ClusterAccess
+from tools.cluster.binaries import PREBUILT_VARIABLE, Binaries
+from tools.cluster.control_plane import ControlPlane
+from tools.cluster.errors import ClusterError, wait_until
 
-pytest_plugins = ["tests.support.cluster.fixtures"]
+pytest_plugins = ["tests.support.cluster_fixtures"]
 pytestmark = pytest.mark.integration
 
 REPOSITORY = Path(__file__).parents[2]
@@ -139,7 +139,7 @@ def test_component_that_ends_is_named_with_its_log_and_the_logs_are_kept(
 def test_killed_test_run_leaves_no_process_and_its_directory_goes_with_the_next_run() -> None:
     script = (
         "import time\n"
-        "from tests.support.cluster.control_plane import ControlPlane\n"
+        "from tools.cluster.control_plane import ControlPlane\n"
         "plane = ControlPlane().__enter__()\n"
         "print(plane.run.path, *(one.process.pid for one in plane.components), flush=True)\n"
         "time.sleep(600)\n"

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from finetune_cli.app import app
 from tests.integration.conftest import Installed
+from tests.integration.played_pods import played_pods
 from tests.integration.workload import Workload
-from tests.support.played_pods import played_pods
 from tests.unit.finetune_cli.commands.test_cluster_jobs import GOLDEN, session
 from tests.unit.finetune_cli.jobs import objects
 from tests.unit.finetune_cli.manifests import ACCEPTED

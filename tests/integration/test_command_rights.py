@@ -15,13 +15,13 @@ from finetune_cli.app import app
 from finetune_cli.cluster.errors import Right
 from finetune_job.api.base import ClaimPath
 from finetune_job.plan.digest import canonical_json
+from tests.integration.command_rights import COMMANDS, USE
+from tests.integration.played_pods import LABEL, played_pods
 from tests.integration.test_change_commands import MANIFEST
 from tests.integration.test_commands import Caller, caller
 from tests.support.builders import a_job
-from tests.support.cluster.errors import wait_until
-from tests.support.command_rights import COMMANDS, USE
-from tests.support.played_pods import LABEL, played_pods
 from tests.unit.finetune_cli.jobs import objects
+from tools.cluster.errors import wait_until
 
 __all__ = ["caller"]
 pytestmark = pytest.mark.integration

@@ -18,14 +18,14 @@ import yaml
 
 from finetune_cli.cluster.errors import Right
 from finetune_job.plan.digest import canonical_json
+from tests.integration.command_rights import COMMANDS, EVENTS, JOB, JOBS, LOG, PODS, PROFILE, CommandRights
 from tests.integration.conftest import Installed
 from tests.integration.kube import Document
 from tests.integration.workload import Workload
 from tests.support.builders import a_job
-from tests.support.cluster.errors import wait_until
-from tests.support.command_rights import COMMANDS, EVENTS, JOB, JOBS, LOG, PODS, PROFILE, CommandRights
 from tests.support.forked_program import run_forked
 from tests.unit.finetune_cli.jobs import objects
+from tools.cluster.errors import wait_until
 
 pytestmark = pytest.mark.integration
 _numbers = itertools.count()

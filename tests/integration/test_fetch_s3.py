@@ -24,9 +24,9 @@ from finetune_trainer.fetch.bucket import BucketPrefix
 from finetune_trainer.fetch.source import SourceUnavailableError
 from finetune_trainer.network.retry import RetryPolicy
 from finetune_trainer.roles.fetch import fetch
-from tests.support.cluster.binaries import ensure_binaries
-from tests.support.s3 import REGION, SECRET_KEY, S3Server, running_s3
 from tests.unit.finetune_job.rules.manifests import manifest
+from tools.cluster.binaries import ensure_binaries
+from tools.s3 import REGION, SECRET_KEY, S3Server, running_s3
 
 QUICK = RetryPolicy(attempts=2, first_seconds=0.01)
 LOCAL = Credentials(Path("/no/such/directory"))

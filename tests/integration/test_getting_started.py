@@ -17,8 +17,8 @@ import yaml
 from finetune_job.names import Role
 from tests.integration.conftest import Installed, OperatorFactory
 from tests.integration.workload import Workload
-from tests.support.cluster.errors import wait_until
 from tests.support.documented import ROOT, Reader, blocks_of
+from tools.cluster.errors import wait_until
 
 pytestmark = pytest.mark.integration
 PAGE = ROOT / "docs/getting-started.md"

@@ -7,8 +7,8 @@ import pytest
 from finetune_job.names import Role
 from tests.integration.conftest import Installed, OperatorFactory
 from tests.integration.workload import Workload
-from tests.support.cluster.control_plane import ControlPlane
-from tests.support.cluster.errors import wait_until
+from tools.cluster.control_plane import ControlPlane
+from tools.cluster.errors import wait_until
 
 pytestmark = pytest.mark.integration
 AWAY_SECONDS = 30

@@ -27,10 +27,10 @@ from tests.integration.operator_process import OperatorProcess
 from tests.integration.test_api_rules import as_user
 from tests.integration.workload import Workload
 from tests.support.audited_plane import AuditedPlane
-from tests.support.cluster.errors import wait_until
-from tests.support.cluster.processes import Component
 from tests.support.processor import slowness
 from tests.support.source_seed import seed_of_the_sources
+from tools.cluster.errors import wait_until
+from tools.cluster.processes import Component
 
 pytestmark = pytest.mark.integration
 SEED = int(os.environ.get("HOSTILE_SEED", seed_of_the_sources()))

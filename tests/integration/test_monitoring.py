@@ -27,9 +27,9 @@ from finetune_job.progress import Progress
 from tests.integration.conftest import OperatorFactory
 from tests.integration.rank_zero import rank_zero
 from tests.integration.workload import Workload
-from tests.support import dashboards
-from tests.support.cluster.errors import wait_until
 from tests.support.prometheus import Document, Prometheus, rendered, rendered_rules, running_prometheus
+from tools import dashboards
+from tools.cluster.errors import wait_until
 
 pytestmark = pytest.mark.integration
 ADDRESS = "127.0.0.77"

@@ -12,8 +12,8 @@ from finetune_job.names import Role
 from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed, OperatorFactory
 from tests.integration.kube import Document, Kube, RefusedError
 from tests.integration.workload import Workload
-from tests.support.cluster.errors import wait_until
 from tests.support.installed_chart import WAYS_OUT
+from tools.cluster.errors import wait_until
 
 pytestmark = pytest.mark.integration
 Change = Callable[[Document], Any]

@@ -12,7 +12,7 @@ from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed, Operat
 from tests.integration.operator_process import OperatorProcess
 from tests.integration.rank_zero import rank_zero
 from tests.integration.workload import Workload
-from tests.support.cluster.errors import wait_until
+from tools.cluster.errors import wait_until
 
 pytestmark = pytest.mark.integration
 RANK_ZERO = "127.94.0.1"

@@ -17,15 +17,15 @@ import yaml
 
 from finetune_job.names import Role
 from tests.integration.kube import Kube, RefusedError
+from tests.integration.monitoring_definitions import definitions
 from tests.integration.operator_process import ForkedOperator, OperatorProcess
 from tests.integration.workload import Workload
-from tests.support.cluster.control_plane import ControlPlane
-from tests.support.cluster.errors import wait_until
-from tests.support.cluster.existing import EXISTING_VARIABLE, existing_kubeconfig
-from tests.support.cluster.requirements import install_packages
 from tests.support.documented import ROOT, Reader, as_written, blocks_of
+from tests.support.existing_cluster import EXISTING_VARIABLE, existing_kubeconfig
 from tests.support.installed_chart import InstalledChart
-from tests.support.monitoring_definitions import definitions
+from tools.cluster.control_plane import ControlPlane
+from tools.cluster.errors import wait_until
+from tools.cluster.requirements import install_packages
 
 pytestmark = pytest.mark.integration
 PAGES = ROOT / "docs" / "platform"

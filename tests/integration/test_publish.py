@@ -26,13 +26,13 @@ from finetune_trainer.publish.oci import CHUNK_BYTES
 from finetune_trainer.publish.s3 import PART_BYTES
 from finetune_trainer.publish.s3_client import Bucket, ExistsError
 from finetune_trainer.roles.publish import publish
-from tests.support.cluster.binaries import ensure_binaries
-from tests.support.cluster.processes import without_proxies
 from tests.support.documented import ROOT, as_written, blocks_of
 from tests.support.faulty_proxy import FaultyProxy, Moment, running_proxy
 from tests.support.finished_run import finished_run, publish_arguments, published_files
 from tests.support.registry import PASSWORD, NotThereError, Registry, running_registry
-from tests.support.s3 import ACCESS_KEY, REGION, SECRET_KEY, S3Server, running_s3
+from tools.cluster.binaries import ensure_binaries
+from tools.cluster.processes import without_proxies
+from tools.s3 import ACCESS_KEY, REGION, SECRET_KEY, S3Server, running_s3
 
 QUICK = RetryPolicy(attempts=3, first_seconds=0.01, longest_seconds=0.02, longest_retry_after_seconds=1.0)
 PIECE_BYTES = 5 * 1024**2

@@ -13,13 +13,13 @@ import yaml
 from finetune_cli.checks.cluster import UnknownFact
 from finetune_cli.cluster.client import ClusterClient
 from finetune_cli.cluster.read_facts import read_facts
+from tests.integration.command_rights import page_section
 from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed
 from tests.integration.kube import Kube, RefusedError
 from tests.integration.workload import Workload
-from tests.support.cluster.errors import wait_until
-from tests.support.command_rights import page_section
 from tests.support.documented import doctor_roles
 from tests.support.installed_chart import CLUSTER_NAME
+from tools.cluster.errors import wait_until
 
 pytestmark = pytest.mark.integration
 PAGE = Path(__file__).parents[2] / "docs" / "rights.md"

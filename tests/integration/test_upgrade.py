@@ -13,8 +13,8 @@ import yaml
 from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed
 from tests.integration.kube import Kube
 from tests.integration.workload import Workload
-from tests.support.cluster.errors import ClusterError, wait_until
 from tests.support.installed_chart import WAYS_OUT, InstalledChart
+from tools.cluster.errors import ClusterError, wait_until
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]

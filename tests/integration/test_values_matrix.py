@@ -16,10 +16,10 @@ import yaml
 
 from tests.integration.conftest import CHART, Installed
 from tests.integration.kube import Document, Kube, RefusedError
-from tests.support.cluster.errors import ClusterError, wait_until
-from tests.support.monitoring_definitions import GROUP, SPECS, definitions
-from tests.support.pairwise import pairwise
+from tests.integration.monitoring_definitions import GROUP, SPECS, definitions
+from tests.integration.pairwise import pairwise
 from tests.support.prometheus import rendered
+from tools.cluster.errors import ClusterError, wait_until
 
 pytestmark = pytest.mark.integration
 DIGEST = "sha256:" + "0" * 64

@@ -11,7 +11,7 @@ from typing import Any
 from finetune_job.failures import EXIT_CODES, FailureClass, Outcome, TerminationReport
 from finetune_job.names import LABEL_ATTEMPT, LABEL_JOB, LABEL_ROLE, Role
 from tests.integration.kube import Document, Kube, RefusedError
-from tests.support.cluster.errors import wait_until
+from tools.cluster.errors import wait_until
 
 DEADLINE = 120.0
 """Seconds; far more than anything takes on an idle machine."""

@@ -24,13 +24,13 @@ from random import Random
 from typing import Any
 
 from finetune_trainer.context import RunContext
-from tests.support.cluster.binaries import ensure_binaries
-from tests.support.cluster.processes import without_proxies
 from tests.support.faulty_proxy import FaultyProxy, Moment, running_proxy
 from tests.support.finished_run import finished_run, publish_arguments, published_files
 from tests.support.registry import NotThereError, Registry, running_registry
-from tests.support.s3 import REGION, S3Server, running_s3
 from tests.support.source_seed import add_seed
+from tools.cluster.binaries import ensure_binaries
+from tools.cluster.processes import without_proxies
+from tools.s3 import REGION, S3Server, running_s3
 
 WEIGHT_BYTES = (36_000_000, 100_000)
 """Three parts or chunks, and one."""

@@ -12,7 +12,7 @@ from tests.integration.conftest import Installed, installed, operator, workload
 from tests.integration.workload import Workload
 from tests.kueue.queues import Queues
 from tests.kueue.real_kueue import start_kueue
-from tests.support.cluster.control_plane import ControlPlane
+from tools.cluster.control_plane import ControlPlane
 
 __all__ = ["installed", "operator", "workload"]
 MANAGER, MANIFESTS = "KUEUE", "KUEUE_MANIFESTS"

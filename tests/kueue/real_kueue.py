@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from tests.support.cluster.control_plane import LOOPBACK, ControlPlane, free_ports
+from tools.cluster.control_plane import LOOPBACK, ControlPlane, free_ports
 
 Document = dict[str, Any]
 OWN_GROUP = "kueue.x-k8s.io"

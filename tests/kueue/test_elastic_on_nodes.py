@@ -14,8 +14,8 @@ from tests.integration.workload import Workload
 from tests.kueue.conftest import given_kueue
 from tests.kueue.queues import Queues
 from tests.kueue.real_kueue import start_kueue
-from tests.support.cluster.requirements import unsupported_reason
-from tests.support.stack import NAMESPACE, Stack
+from tools.cluster.requirements import unsupported_reason
+from tools.stack import NAMESPACE, Stack
 
 GANG = "elastic-queued"
 QUEUE = {"queueName": "gpus"}

@@ -13,9 +13,9 @@ from typing import Self
 
 from tests.integration.operator_process import OperatorProcess
 from tests.support import installed_chart
-from tests.support.cluster.control_plane import ControlPlane
-from tests.support.cluster.processes import Component
 from tests.support.installed_chart import RELEASE, SYSTEM
+from tools.cluster.control_plane import ControlPlane
+from tools.cluster.processes import Component
 
 
 class AuditedPlane(ControlPlane):

@@ -57,7 +57,7 @@ _VALUES = f"{_PAGES}values_and_objects_of_the_pages_are_taken_by_a_cluster"
 _RELEASE = "tests/e2e/test_release.py::test_"
 _VERIFY = f"{_RELEASE}documented_commands_verify_signature_and_bill"
 _GENERATED = "tests/unit/test_documentation_blocks.py::test_a_generator_writes_its_page_as_the_page_says"
-_GPU = "a GPU of this size is not there; tests/unit/bench/test_smoke.py runs the program at toy size"
+_GPU = "a GPU of this size is not there"
 _MODULE = "a program that a pod starts, named in a table of packages: it is no command for a person"
 _OTHERS = "an abbreviation of a line that stands elsewhere in full"
 
@@ -280,7 +280,7 @@ LINES: Mapping[str, By | PartOf | No] = {
     "python -m bench.gpu.check calibration": No(_GPU),
     "python -m bench.gpu.check resume": No(_GPU),
     "python -m bench.memory": No("a part of `make bench-memory`, which `make nightly` runs"),
-    "python -m bench.spot --trace FILE": No("tests/unit/bench/test_spot.py reads such a file"),
+    "python -m bench.spot --trace FILE": No("needs a recorded trace of a spot market, and none is here"),
     "python -m finetune_cli": No(_MODULE),
     "python -m finetune_cli.generate_coming_from > docs/coming-from.md": By(_GENERATED),
     "python -m finetune_cli.generate_commands > docs/commands.md": By(_GENERATED),
@@ -295,6 +295,8 @@ LINES: Mapping[str, By | PartOf | No] = {
     "python -m tests.e2e.failures": No("what `make failures` runs"),
     "python -m tests.pitfalls.catalogue > docs/pitfalls.md": By(_GENERATED),
     "python -m tests.sweep.methods_table": By(_GENERATED),
+    "python -m tools.budget --lower": No("it would write into the tree that is tested"),
+    "python -m tools.prose PACKAGE": No("`make lint` counts what it prints"),
     "sha256sum --check SHA256SUMS": By(_ONE_MACHINE),
     "tensorboard --logdir <workspace>/<job>-<uid>/trackers/tensorboard": No(
         "needs a package that is in no lock; the files are read as TensorBoard does by tests/unit/finetune_trainer/observe"

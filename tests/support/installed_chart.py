@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 from tests.integration.kube import Kube
-from tests.support.cluster.access import ClusterAccess
-from tests.support.cluster.errors import wait_until
 from tests.support.forked_program import run_forked
+from tools.cluster.access import ClusterAccess
+from tools.cluster.errors import wait_until
 
 CHART = Path(__file__).parents[2] / "charts" / "finetune-operator"
 SYSTEM = "finetune-system"

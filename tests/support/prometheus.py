@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
-from tests.support.cluster.binaries import ensure_binaries
-from tests.support.cluster.errors import wait_until
-from tests.support.cluster.processes import run_command, start_component
 from tests.support.installed_chart import CHART, SYSTEM
+from tools.cluster.binaries import ensure_binaries
+from tools.cluster.errors import wait_until
+from tools.cluster.processes import run_command, start_component
 
 Document = dict[str, Any]
 START_SECONDS = 60.0

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.cluster.certificates import CertificateAuthority
-from tests.support.cluster.errors import wait_until
-from tests.support.cluster.processes import Component, start_component
-from tests.support.cluster.requirements import install_packages
+from tools.cluster.certificates import CertificateAuthority
+from tools.cluster.errors import wait_until
+from tools.cluster.processes import Component, start_component
+from tools.cluster.requirements import install_packages
 
 USER, PASSWORD = "publisher", "password-of-the-registry"
 _HTPASSWD = "publisher:$2b$04$TvqnjNjG45g7IN8maJHIP.dWmDI5.8FCtHL.hK8IP2o3Y1lBce/oi\n"

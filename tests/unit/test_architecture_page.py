@@ -5,7 +5,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from tests.unit import layers_page
+from tools import layers_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()

@@ -9,8 +9,8 @@ from tests.e2e.failures import absences, node_faults, rank_faults
 from tests.e2e.failures.case import Case, Expected, FailedAttempt, Outcome
 from tests.e2e.failures.scene import Scene
 from tests.e2e.failures.table import table, with_table
-from tests.support.cluster.errors import ClusterError
-from tests.support.stack import Stack
+from tools.cluster.errors import ClusterError
+from tools.stack import Stack
 
 LOST = FailedAttempt("train", "NodeLost", counted=False)
 EXPECTED = Expected("Succeeded", (LOST,), says="BlockedOnNode", resumes=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster.policy_rules import Flow, PodRules, Ports, pod_rules
+from tools.cluster.policy_rules import Flow, PodRules, Ports, pod_rules
 
 NAMESPACES = [
     {"metadata": {"name": "team", "labels": {"kubernetes.io/metadata.name": "team", "kind": "tenant"}}},

@@ -12,8 +12,8 @@ import yaml
 
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.names import OBSERVE_PORT
-from tests.support import chart_readme, dashboards, values_schema
 from tests.unit.finetune_job.rules.manifests import judged, manifest
+from tools import chart_readme, dashboards, values_schema
 
 CHART = values_schema.FILE.parent
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.images.locks import pinned_versions
-from tests.support.images.sources import REPOSITORY, SOURCES
+from tools.images.locks import pinned_versions
+from tools.images.sources import REPOSITORY, SOURCES
 
 STATEMENTS = json.loads((REPOSITORY / "docs/vulnerabilities.openvex.json").read_text())["statements"]
 UNUSED = {

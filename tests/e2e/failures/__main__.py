@@ -19,9 +19,9 @@ from tests.e2e.failures import absences, node_faults, rank_faults
 from tests.e2e.failures.case import Case, Outcome
 from tests.e2e.failures.scene import Scene
 from tests.e2e.failures.table import record, table
-from tests.support.cluster.errors import ClusterError
-from tests.support.cluster.requirements import unsupported_reason
-from tests.support.stack import Stack
+from tools.cluster.errors import ClusterError
+from tools.cluster.requirements import unsupported_reason
+from tools.stack import Stack
 
 CASES: tuple[Case, ...] = (*rank_faults.CASES, *node_faults.CASES, *absences.CASES)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from tests.e2e.failures.case import Case, Expected
 from tests.e2e.failures.scene import Scene
-from tests.support.stack import NAMESPACE
-from tests.support.volumes import bound_claim, volume
+from tools.stack import NAMESPACE
+from tools.volumes import bound_claim, volume
 
 
 def _image(scene: Scene) -> None:

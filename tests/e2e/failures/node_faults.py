@@ -8,8 +8,8 @@ from typing import Any
 
 from tests.e2e.failures.case import Case, Expected, FailedAttempt
 from tests.e2e.failures.scene import Scene
-from tests.support.cluster.network import connect, disconnect
-from tests.support.stack import NAMESPACE
+from tools.cluster.network import connect, disconnect
+from tools.stack import NAMESPACE
 
 _ACCELERATOR = "nvidia.com/gpu"
 """Key of the taint that an ordinary node with accelerators has."""

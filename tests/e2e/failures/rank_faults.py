@@ -10,9 +10,9 @@ from finetune_trainer.processes.start import name_of_process
 from finetune_trainer.ranks.reports import rank_process_name
 from tests.e2e.failures.case import Case, Expected, FailedAttempt
 from tests.e2e.failures.scene import SPEC, Scene
-from tests.support.cluster.cgroups import processes_of_pod
-from tests.support.cluster.errors import ClusterError
-from tests.support.stack import SYSTEM_NAMESPACE
+from tools.cluster.cgroups import processes_of_pod
+from tools.cluster.errors import ClusterError
+from tools.stack import SYSTEM_NAMESPACE
 
 _TOO_LITTLE_MEMORY = "400Mi"
 """Less than a rank needs to import its libraries."""

@@ -11,9 +11,9 @@ import yaml
 
 from finetune_job.names import API_VERSION, JOB_PLURAL, PROFILE_KIND, Role
 from tests.e2e.failures.case import FailedAttempt, Outcome
-from tests.support.cluster.errors import ClusterError, wait_until
-from tests.support.cluster.node import Node
-from tests.support.stack import NAMESPACE, ROOT, Stack
+from tools.cluster.errors import ClusterError, wait_until
+from tools.cluster.node import Node
+from tools.stack import NAMESPACE, ROOT, Stack
 
 _EXAMPLE = "examples/quickstart-cluster.yaml"
 _STEPS = 60

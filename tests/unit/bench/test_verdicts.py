@@ -73,27 +73,6 @@ def figures_of_a_contender(name: str, seconds: float) -> dict[str, object]:
     return trainer.evaluated(name, [run_of(5.0, seconds) | {"tokens": 400}], [[100, 100]] * 4)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        ((), "trainer-LoRA-2.json"),
-        (("--ranks", "1", "2", "4", "--contenders", "ours", "bare", "trl", "ordered"), "trainer-LoRA-2.json"),
-        (("--ranks", "2"), "trainer-LoRA-2-partial.json"),
-        (("--contenders", "ours", "ordered"), "trainer-LoRA-2-partial.json"),
-        (("--steps", "6"), "trainer-LoRA-2-partial.json"),
-        (("--threads", "1"), "trainer-LoRA-2-partial.json"),
-        (("--toy",), "trainer-toy.json"),
-    ],
-)
-def test_a_partial_run_of_training_replaces_no_whole_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], name: str
-) -> None:
-    monkeypatch.setattr(trainer, "RESULTS", tmp_path)
-    monkeypatch.setattr(trainer, "run_once", lambda name, *_: figures_of_a_contender(name, 2.0 if name == "ours" else 4.0))
-    assert run(monkeypatch, trainer, "--runs", "1", *arguments) == 0
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
 def test_training_that_misses_a_target_fails_once_all_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,10 +149,3 @@ def test_the_targets_of_merging(
     assert [verdict["is_reached"] for verdict in json.loads(record.read_text())["verdicts"]] == [
         line.startswith("reached") for line in lines
     ]
-
-
-def test_every_size_is_merged_whatever_the_first_comes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "compare", lambda parameters, _: asked.append(parameters) or int(parameters == "1.1B"))
-    asked: list[str] = []
-    assert run(monkeypatch, merge, "--parameters", "1.1B", "Qwen2 0.5B") == 1
-    assert asked == ["1.1B", "Qwen2 0.5B"]

@@ -6,8 +6,6 @@ import pytest
 
 from tests.chaos.oracle import Moment, Oracle
 from tests.chaos.player import STORIES, wrong_end
-from tests.chaos.proxy import Fault, Seen
-from tests.chaos.weather import KILL_POINTS, Kills, job_of, kind_of
 
 
 def moment(version: int, kind: str, gang: str, is_alive: bool, attempt: str = "0", uid: str = "") -> Moment:
@@ -63,22 +61,3 @@ def job(phase: str, finished: str = "True", **restarts: int) -> dict[str, Any]:
 )
 def test_ends_are_told_apart(story: str, found: dict[str, Any] | None, attempts: int, verdict: str) -> None:
     assert wrong_end(STORIES[story], found, attempts).partition(":")[0] == verdict
-
-
-def test_each_kill_point_is_one_write_of_one_job() -> None:
-    kills = Kills()
-    write = Seen("POST", "/apis/batch/v1/namespaces/kills/jobs", "", {"metadata": {"name": "chaos-4-train-0"}})
-    others = Seen("POST", "/apis/batch/v1/namespaces/kills/jobs", "", {"metadata": {"name": "chaos-5-train-0"}})
-    assert KILL_POINTS[4] == (2, Fault.KILL_AFTER)
-    assert [kills.fault(write) for _ in range(5)] == [None, None, Fault.KILL_AFTER, None, None]
-    assert [kills.fault(others) for _ in range(4)] == [None, None, Fault.KILL_BEFORE, None]
-    assert set(kills.reached) == {(2, Fault.KILL_AFTER), (2, Fault.KILL_BEFORE)}
-
-
-def test_writes_are_counted_by_job_and_leases_and_reads_are_not() -> None:
-    status = Seen("PATCH", "/apis/finetune.dev/v1alpha1/namespaces/kills/finetunejobs/chaos-3/status", "")
-    assert (job_of(status), kind_of(status)) == ("chaos-3", "finetunejobs/status")
-    event = Seen("POST", "/api/v1/namespaces/kills/events", "", {"metadata": {"name": "chaos-12.0123456789abcdef"}})
-    assert (job_of(event), kind_of(event)) == ("chaos-12", "events")
-    assert job_of(Seen("GET", "/apis/batch/v1/namespaces/kills/jobs/chaos-1-train-0", "")) is None
-    assert job_of(Seen("PUT", "/apis/coordination.k8s.io/v1/namespaces/chaos-1/leases/x", "")) is None

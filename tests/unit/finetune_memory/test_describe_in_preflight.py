@@ -20,10 +20,10 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.preflight.memory import shape_of
 from finetune_trainer.preflight.model_process import check_model
 from finetune_trainer.roles.preflight import run
-from tests.support import quickstart
 from tests.support.builders import T0, a_job, observing
 from tests.support.declared_model import declare_model
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
+from tools import quickstart
 
 ODD = {"vocab_size": 265, "hidden_size": 36, "intermediate_size": 57, "num_attention_heads": 3, "num_key_value_heads": 1}
 SAME: dict[str, dict[str, Any]] = {

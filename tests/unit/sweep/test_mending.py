@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweep.case import Case
 from tests.sweep.covering import products
 from tests.sweep.gangs import GangPool
-from tests.sweep.mending import alternatives
 from tests.sweep.observation import Failure, Observation, Verdict
 from tests.sweep.rank import Request
 from tests.sweep.session import run_case
@@ -130,18 +128,3 @@ def test_a_trainer_that_trains_no_rows_is_not_right_to_refuse_them(
     pool = Pool(lambda drawn: (WORKS, Verdict()) if drawn["added"] == "unset" else (LOST, ROWS))
     result = run_case(case, tmp_path, pool)
     assert result.judgement.kind == kind, result.judgement.why
-
-
-def test_alternatives_change_the_named_fields_alone_and_drop_what_does_not_apply_then() -> None:
-    case = Case({**CASE.values, "merge_dtype": "float32"})
-    found = [each.values for each in alternatives(case, ["merge.enabled", "no.such.field"])]
-    assert sorted(values["merge"] for values in found) == ["false", "true"]
-    assert all(("merge_dtype" in values) is (values["merge"] == "true") for values in found)
-    assert all(values["saved"] == "adapted" and values["clipping"] == "0" for values in found)
-
-
-def test_two_refused_fields_are_changed_together() -> None:
-    found = [(each.of("merge"), each.of("saved")) for each in alternatives(CASE, ["merge.enabled", "method.lora.modulesToSave"])]
-    assert found[0] == ("unset", "unset")
-    assert ("false", "unset") in found
-    assert len(set(found)) == len(found)

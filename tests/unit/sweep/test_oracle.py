@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,6 +138,16 @@ def test_routers_choose_so_clearly_that_rounding_changes_no_choice(tmp_path: Pat
     leads = [ordered[:, 1] - ordered[:, 2] for ordered in (scores.sort(descending=True).values for scores in found)]
     # bfloat16 rounds logits of 3 to 1/128.
     assert min(float(lead.min()) for lead in leads) > 1
+
+
+def test_the_oracle_imports_nothing_of_the_product() -> None:
+    """What a run is compared with would have the fault of the run."""
+    tree = ast.parse(Path(expected.__file__).read_text(encoding="utf-8"))
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert {module.partition(".")[0] for module in modules} == {
+        *("__future__", "collections", "dataclasses", "fractions", "math", "numpy", "torch"),
+    }
 
 
 WORKS = Observation()

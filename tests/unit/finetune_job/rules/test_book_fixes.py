@@ -97,19 +97,11 @@ FINDINGS: dict[str, Written] = {
     "no-effect-reshard-after-forward": none(F + "reshardAfterForward", W),
     "no-effect-cpu-ram-efficient-loading": none(F + "cpuRamEfficientLoading", W),
     "no-effect-state-dict-type": none(F + "stateDictType", W),
-    "no-effect-activation-checkpointing": (
-        W,
-        F + "activationCheckpointing",
-        {F + "activationCheckpointing": None, "training.activationCheckpointing": "Full"},
-    ),
+    "no-effect-activation-checkpointing": (W, F + "activationCheckpointing", {F + "activationCheckpointing": None, "training.activationCheckpointing": "Full"}),
     "global-batch-not-divisible": (E, "training.globalBatchSize", {"training.globalBatchSize": 12}),
     "nodes-need-read-write-many": (E, f"{MADE}.accessMode", {f"{MADE}.accessMode": "ReadWriteMany"}),
     "offload-without-gpu": none(F + "offloadParams"),
-    "compile-with-selective-checkpointing": (
-        E,
-        "training.activationCheckpointing",
-        {"training.activationCheckpointing": "Full"},
-    ),
+    "compile-with-selective-checkpointing": (E, "training.activationCheckpointing", {"training.activationCheckpointing": "Full"}),
     "fp8-not-possible": (E, "training.fp8", {"training.fp8": False}),
     "fp8-without-compile": (W, "training.compile", {"training.compile": True}),
     "ordered-reduction-not-possible": none("training.reduction"),
@@ -200,11 +192,7 @@ FINDINGS: dict[str, Written] = {
     "no-effect-output-private": none("output.private", W),
     "credentials-without-tls": (W, "output.secretRef", {"output.secretRef": None, TO: "pvc://results/finetune-output"}),
     "workspace-claim-or-template": (E, "workspace.claimName", {MADE: {"storage": "100Gi", "accessMode": "ReadWriteOnce"}}),
-    "workspace-inside-data": (
-        E,
-        "workspace.claimName",
-        {"workspace.claimName": None, MADE: {"storage": "100Gi", "accessMode": "ReadWriteMany"}},
-    ),
+    "workspace-inside-data": (E, "workspace.claimName", {"workspace.claimName": None, MADE: {"storage": "100Gi", "accessMode": "ReadWriteMany"}}),
     "retain-with-named-claim": none("workspace.retain", W),
     "output-deleted-with-job": (E, "workspace.retain", {"workspace.retain": "Keep"}),
     "start-needs-named-claim": none("training.startFrom"),
@@ -220,7 +208,7 @@ FINDINGS: dict[str, Written] = {
     "source-not-allowed": (E, "model.source", {"model.source": "pvc://models/llama", "model.revision": None}),
     "no-effect-hub-token": none("fetch.hubTokenSecretRef", W),
     "no-effect-s3-secret": none("fetch.s3SecretRef", W),
-}
+}  # fmt: skip
 """Of the first case of each rule in test_book_verdicts.py."""
 
 
@@ -248,141 +236,57 @@ def test_the_finding_is_as_written_down(rule):
     ("rule", "written", "expected"),
     [
         ("dora-16-bit-magnitude", DORA | BF16 | V1 | AS_BASE, (W, AUTOCAST, {AUTOCAST: None, PEFTS: True, ORIGINAL: False})),
-        (
-            "fsdp1-adapter-dtype",
-            V1 | BF16 | DORA | {ORIGINAL: True, AUTOCAST: True},
-            (E, PEFTS, {PEFTS: True, ORIGINAL: False}),
-        ),
+        ("fsdp1-adapter-dtype", V1 | BF16 | DORA | {ORIGINAL: True, AUTOCAST: True}, (E, PEFTS, {PEFTS: True, ORIGINAL: False})),
         ("float16-adapter", V1 | {"model.dtype": "float16"} | UNPARTED, (E, PEFTS, {PEFTS: None, ORIGINAL: None})),
-        (
-            "float16-adapter",
-            V1 | {"model.dtype": "float16"} | UNPARTED | AS_BASE,
-            (E, AUTOCAST, {AUTOCAST: None, PEFTS: None, ORIGINAL: None}),
-        ),
+        ("float16-adapter", V1 | {"model.dtype": "float16"} | UNPARTED | AS_BASE, (E, AUTOCAST, {AUTOCAST: None, PEFTS: None, ORIGINAL: None})),
         ("saved-module-16-bit", QLORA | BF16 | NORM | AS_BASE, none(LORA + "modulesToSave", W)),
         ("fsdp1-adapter-unit", V1 | LOHA | {ORIGINAL: False}, (E, ORIGINAL, {PEFTS: None, ORIGINAL: None})),
-        (
-            "quantization-bits",
-            QLORA | {PACKED + "bits": 8, "merge.base": "Dequantized"},
-            (E, "merge.base", {"merge.base": "Original"}),
-        ),
+        ("quantization-bits", QLORA | {PACKED + "bits": 8, "merge.base": "Dequantized"}, (E, "merge.base", {"merge.base": "Original"})),
         ("quantization-without-qlora", DORA | {"method.quantization": {}}, (E, "method.quantization", {"method.type": "QDoRA"})),
         ("quantization-without-qlora", {"method.type": "LoHa", "method.quantization": {}}, none("method.quantization")),
         ("quantization-bits", {"method.type": "QDoRA"} | {PACKED + "bits": 8}, (E, PACKED + "bits", {PACKED + "bits": 4})),
         ("merge-dequantized-without-qlora", DORA | {"merge.base": "Dequantized"}, (E, "merge.base", {"merge.base": "Original"})),
         ("fsdp1-qlora-integer-storage", V1 | QLORA | BF16 | {STORAGE: "uint8"}, (E, STORAGE, {STORAGE: "bfloat16"})),
-        (
-            "no-effect-activation-checkpointing",
-            {F + "activationCheckpointing": True, "training.activationCheckpointing": "Selective"},
-            none(F + "activationCheckpointing", W),
-        ),
+        ("no-effect-activation-checkpointing", {F + "activationCheckpointing": True, "training.activationCheckpointing": "Selective"}, none(F + "activationCheckpointing", W)),
         ("wrap-class-name-malformed", {CLASSES: ["a.b.Layer"]}, (E, CLASSES, {CLASSES: ["Layer"]})),
         ("wrap-class-name-blank", V1 | {CLASSES: ["A", " "]}, (E, CLASSES, {CLASSES: ["A"]})),
-        (
-            "early-stopping-after-the-end",
-            STOPPING | HELD_OUT | {"evaluation.everySteps": 1, "training.maxSteps": 2},
-            none("evaluation.earlyStopping", W),
-        ),
-        (
-            "source-or-datasets",
-            SETS | {"data.source": "pvc://data/a"},
-            (E, "data.source", {"data.source": None, "data.revision": None}),
-        ),
-        (
-            "assistant-loss-without-chat",
-            {"data.lossOn": "Assistant", "data.format": "Text"},
-            (E, "data.lossOn", {"data.lossOn": "All"}),
-        ),
+        ("early-stopping-after-the-end", STOPPING | HELD_OUT | {"evaluation.everySteps": 1, "training.maxSteps": 2}, none("evaluation.earlyStopping", W)),
+        ("source-or-datasets", SETS | {"data.source": "pvc://data/a"}, (E, "data.source", {"data.source": None, "data.revision": None})),
+        ("assistant-loss-without-chat", {"data.lossOn": "Assistant", "data.format": "Text"}, (E, "data.lossOn", {"data.lossOn": "All"})),
         ("epochs-or-max-steps", {"training.maxSteps": None}, (E, "training.epochs", {"training.epochs": 1})),
         ("workspace-claim-or-template", {f"{MADE}.storage": "1Gi"}, (E, "workspace.claimName", {MADE: None})),
-        (
-            "module-adapted-and-saved",
-            lora(targetModules=["q"], modulesToSave=["q", "v"]),
-            (E, LORA + "targetModules", {LORA + "modulesToSave": ["v"]}),
-        ),
-        (
-            "module-adapted-and-excluded",
-            lora(targetModules=["q"], excludeModules=["q", "v"]),
-            (E, LORA + "targetModules", {LORA + "excludeModules": ["v"]}),
-        ),
-        (
-            "orthogonal-odd-rank",
-            lora(initLoraWeights="orthogonal", rankPattern={"q": 3, "v": 4}, targetModules=["q"]),
-            (E, LORA + "rankPattern", {LORA + "rankPattern": {"q": 4, "v": 4}}),
-        ),
-        (
-            "target-parameters-conflict",
-            EXPERTS | DORA | {LORA + "loraDropout": "0.1", LORA + "initLoraWeights": "orthogonal"},
-            (E, "method.type", {"method.type": "LoRA", LORA + "loraDropout": None, LORA + "initLoraWeights": None}),
-        ),
-        (
-            "target-parameters-all-layers",
-            EXPERTS | {LORA + "layersToTransform": [0], LORA + "excludeModules": ["q"]},
-            (E, LORA + "layersToTransform", {LORA + "layersToTransform": None, LORA + "excludeModules": None}),
-        ),
-        (
-            "layers-without-targets",
-            settings("LoHa", layersToTransform=[0], layersPattern="h"),
-            (E, "method.settings", {"method.settings.layersToTransform": None, "method.settings.layersPattern": None}),
-        ),
+        ("module-adapted-and-saved", lora(targetModules=["q"], modulesToSave=["q", "v"]), (E, LORA + "targetModules", {LORA + "modulesToSave": ["v"]})),
+        ("module-adapted-and-excluded", lora(targetModules=["q"], excludeModules=["q", "v"]), (E, LORA + "targetModules", {LORA + "excludeModules": ["v"]})),
+        ("orthogonal-odd-rank", lora(initLoraWeights="orthogonal", rankPattern={"q": 3, "v": 4}, targetModules=["q"]), (E, LORA + "rankPattern", {LORA + "rankPattern": {"q": 4, "v": 4}})),
+        ("target-parameters-conflict", EXPERTS | DORA | {LORA + "loraDropout": "0.1", LORA + "initLoraWeights": "orthogonal"}, (E, "method.type", {"method.type": "LoRA", LORA + "loraDropout": None, LORA + "initLoraWeights": None})),
+        ("target-parameters-all-layers", EXPERTS | {LORA + "layersToTransform": [0], LORA + "excludeModules": ["q"]}, (E, LORA + "layersToTransform", {LORA + "layersToTransform": None, LORA + "excludeModules": None})),
+        ("layers-without-targets", settings("LoHa", layersToTransform=[0], layersPattern="h"), (E, "method.settings", {"method.settings.layersToTransform": None, "method.settings.layersPattern": None})),
         ("training-moves-nothing", {RATE: "1e-30"}, none(RATE)),
         ("training-moves-nothing", {"training.adamEpsilon": "1e15"}, none("training.adamEpsilon")),
-        (
-            "training-moves-nothing",
-            {RATE: "1e-20", "training.maxGradNorm": "1e-22"},
-            (E, RATE, {RATE: None, "training.maxGradNorm": None}),
-        ),
+        ("training-moves-nothing", {RATE: "1e-20", "training.maxGradNorm": "1e-22"}, (E, RATE, {RATE: None, "training.maxGradNorm": None})),
         ("steps-too-large", lora(r=1, loraAlpha=65536) | {RATE: "2e-4"}, none(ALPHA, W)),
         ("steps-too-large", lora(r=1, loraAlpha=65536) | {RATE: "50"}, (W, RATE, {RATE: None, ALPHA: None})),
         ("steps-too-large", lora(r=1, alphaPattern={"q_proj": 65536}) | {RATE: "2e-4"}, none(LORA + "alphaPattern", W)),
-        (
-            "steps-too-large",
-            lora(r=64, loraAlpha=8192, rankPattern={"q_proj": 1}) | {RATE: "2e-4"},
-            none(ALPHA, W),
-        ),
-        (
-            "steps-too-large",
-            {"method.type": "LoHa", "method.lora": None, "method.settings": {"r": 1, "alpha": 65536}, RATE: "2e-4"},
-            (W, "method.settings", {"method.settings.alpha": None}),
-        ),
+        ("steps-too-large", lora(r=64, loraAlpha=8192, rankPattern={"q_proj": 1}) | {RATE: "2e-4"}, none(ALPHA, W)),
+        ("steps-too-large", {"method.type": "LoHa", "method.lora": None, "method.settings": {"r": 1, "alpha": 65536}, RATE: "2e-4"}, (W, "method.settings", {"method.settings.alpha": None})),
         # Twice the rank is 8192, which the pattern divides by 1.
         ("steps-too-large", lora(r=4096, rankPattern={"q_proj": 1}), none(LORA + "rankPattern", W)),
         ("steps-too-large", lora(r=2560, rankPattern={"q_proj": 1}), none(LORA + "rankPattern", W)),
         # The alpha that is left is over PEFT's rank of 1 still: 8 x 0.5.
-        (
-            "steps-too-large",
-            settings("LoHa", r=1, alpha=65536) | {RATE: "0.5"},
-            (W, RATE, {RATE: None, "method.settings.alpha": None}),
-        ),
+        ("steps-too-large", settings("LoHa", r=1, alpha=65536) | {RATE: "0.5"}, (W, RATE, {RATE: None, "method.settings.alpha": None})),
         # A rate that is left open is one for Adam.
         ("learning-rate-unusual", SGD | {RATE: "101"}, (W, RATE, {RATE: "0.01"})),
         ("learning-rate-unusual", FULL | {RATE: "0.05"}, none(RATE, W)),
         ("learning-rate-unusual", SGD | EPOCHS | {RATE: "1e-6"}, (W, RATE, {RATE: "0.01"})),
-        (
-            "dropout-unusual",
-            settings("LoHa", moduleDropout="0.5"),
-            (W, "method.settings", {"method.settings.moduleDropout": None}),
-        ),
+        ("dropout-unusual", settings("LoHa", moduleDropout="0.5"), (W, "method.settings", {"method.settings.moduleDropout": None})),
         ("steps-too-large", lora(loraPlusRatio="1000") | {RATE: "2e-3"}, none(RATE, W)),
         ("steps-too-large", lora(loraPlusRatio="10000") | {RATE: "2e-4"}, none(LORA + "loraPlusRatio", W)),
         # Neither fix may ask for what the other one speaks against.
         ("elastic-needs-ordered-reduction", V2 | ELASTIC | lora(bias="all"), none("parallelism.elastic")),
-        (
-            "ordered-reduction-not-possible",
-            V2 | ELASTIC | ORDERED | {"method.type": "VBLoRA"},
-            (E, "training.reduction", {"training.reduction": None, "parallelism.elastic": None}),
-        ),
-        (
-            "hub-source-without-revision",
-            hub_sets("hf://datasets/o/a", "pvc://b"),
-            (
-                E,
-                "data.datasets",
-                {"data.datasets": [{"source": "hf://datasets/o/a", "revision": "0" * 40}, {"source": "pvc://b"}]},
-            ),
-        ),
+        ("ordered-reduction-not-possible", V2 | ELASTIC | ORDERED | {"method.type": "VBLoRA"}, (E, "training.reduction", {"training.reduction": None, "parallelism.elastic": None})),
+        ("hub-source-without-revision", hub_sets("hf://datasets/o/a", "pvc://b"), (E, "data.datasets", {"data.datasets": [{"source": "hf://datasets/o/a", "revision": "0" * 40}, {"source": "pvc://b"}]})),
     ],
-)
+)  # fmt: skip
 def test_other_cases_are_as_written_down(rule, written, expected):
     assert told(rule, written) == expected
 
@@ -397,13 +301,10 @@ def test_other_cases_are_as_written_down(rule, written, expected):
         ({"data.validation": {"source": "pvc://data/a.csv"}}, {"data.mapping.content": None}),
         ({"data.source": "pvc://data/a.csv", "data.mapping": {"text": "t"}}, {"data.format": "Text"}),
         # Each row is a chat then.
-        (
-            {"data.source": "pvc://data/a.csv", "data.mapping": {"prompt": "q", "completion": "a", "system": "s"}},
-            {"data.format": "Chat"},
-        ),
+        ({"data.source": "pvc://data/a.csv", "data.mapping": {"prompt": "q", "completion": "a", "system": "s"}}, {"data.format": "Chat"}),
         ({"data.source": "pvc://data/a.txt", "data.mapping": {"text": "t"}}, {"data.format": "Text"}),
     ],
-)
+)  # fmt: skip
 def test_a_mapping_asks_for_no_format_that_its_files_cannot_hold(written, changes):
     assert told("mapping-without-effect", {"data.mapping": {"content": "words"}} | written) == (E, "data.mapping", changes)
 
@@ -438,65 +339,33 @@ ONE = lora(r=1, loraAlpha=1)
         ("rslora-with-alpha", lora(useRslora=True, loraAlpha=16, r=16), lora(useRslora=True, loraAlpha=15, r=16)),
         ("rslora-with-alpha", lora(useRslora=True, loraAlpha=4, r=4), lora(useRslora=True, loraAlpha=3, r=3)),
         # At 15 of 16 steps it could still end early.
-        (
-            "early-stopping-after-the-end",
-            STOPPING | HELD_OUT | {"evaluation.everySteps": 4, "training.maxSteps": 12},
-            STOPPING | HELD_OUT | {"evaluation.everySteps": 4, "training.maxSteps": 13},
-        ),
-        (
-            "best-model-is-the-last",
-            BEST | HELD_OUT | {"evaluation.everySteps": 11},
-            BEST | HELD_OUT | {"evaluation.everySteps": 11} | EPOCHS,
-        ),
+        ("early-stopping-after-the-end", STOPPING | HELD_OUT | {"evaluation.everySteps": 4, "training.maxSteps": 12}, STOPPING | HELD_OUT | {"evaluation.everySteps": 4, "training.maxSteps": 13}),
+        ("best-model-is-the-last", BEST | HELD_OUT | {"evaluation.everySteps": 11}, BEST | HELD_OUT | {"evaluation.everySteps": 11} | EPOCHS),
         ("verification-divergence-zero", {"merge.verify.maxKlDivergence": "1e-17"}, {"merge.verify.maxKlDivergence": "1.1e-17"}),
         # Adam: a step is at most (1 - 0.9) / sqrt(1 - 0.999) = 3.1623 times the rate; 10 steps; 1e-10 / 31.623 = 3.1623e-12.
         ("training-moves-nothing", FULL | {RATE: "3.15e-12"}, FULL | {RATE: "3.17e-12"}),
         # Decay takes up to 1 x rate more: 1e-10 / 41.623 = 2.4026e-12.
-        (
-            "training-moves-nothing",
-            FULL | {RATE: "2.39e-12", "training.weightDecay": "1"},
-            FULL | {RATE: "2.41e-12", "training.weightDecay": "1"},
-        ),
+        ("training-moves-nothing", FULL | {RATE: "2.39e-12", "training.weightDecay": "1"}, FULL | {RATE: "2.41e-12", "training.weightDecay": "1"}),
         # An adapter's does not reach the base.
         ("training-moves-nothing", ONE | {RATE: "3.15e-12", "training.weightDecay": "9"}, ONE | {RATE: "3.17e-12"}),
         # alpha 32, 64 by pattern, B 16 times as fast.
         ("training-moves-nothing", {RATE: "9.8e-14"}, {RATE: "9.9e-14"}),
-        (
-            "training-moves-nothing",
-            lora(alphaPattern={"q": 64}) | {RATE: "4.93e-14"},
-            lora(alphaPattern={"q": 64}) | {RATE: "4.95e-14"},
-        ),
+        ("training-moves-nothing", lora(alphaPattern={"q": 64}) | {RATE: "4.93e-14"}, lora(alphaPattern={"q": 64}) | {RATE: "4.95e-14"}),
         ("training-moves-nothing", lora(loraPlusRatio="16") | {RATE: "6.16e-15"}, lora(loraPlusRatio="16") | {RATE: "6.19e-15"}),
         # 100,000 steps where only the data tells.
         ("training-moves-nothing", FULL | EPOCHS | {RATE: "3.15e-16"}, FULL | EPOCHS | {RATE: "3.17e-16"}),
         # SGD: gradient / (1 - 0.9) = 10 times the rate; 1e4 / 0.1 where nothing clips.
         ("training-moves-nothing", FULL | SGD | {RATE: "0.99e-12"}, FULL | SGD | {RATE: "1.01e-12"}),
-        (
-            "training-moves-nothing",
-            FULL | SGD | {RATE: "0.99e-16", "training.maxGradNorm": "0"},
-            FULL | SGD | {RATE: "1.01e-16", "training.maxGradNorm": "0"},
-        ),
+        ("training-moves-nothing", FULL | SGD | {RATE: "0.99e-16", "training.maxGradNorm": "0"}, FULL | SGD | {RATE: "1.01e-16", "training.maxGradNorm": "0"}),
         # RAdam begins with plain momentum, whose step is the gradient's 5.
-        (
-            "training-moves-nothing",
-            FULL | {"training.optimizer": "RAdam", "training.maxGradNorm": "5", RATE: "1.99e-12"},
-            FULL | {"training.optimizer": "RAdam", "training.maxGradNorm": "5", RATE: "2.01e-12"},
-        ),
+        ("training-moves-nothing", FULL | {"training.optimizer": "RAdam", "training.maxGradNorm": "5", RATE: "1.99e-12"}, FULL | {"training.optimizer": "RAdam", "training.maxGradNorm": "5", RATE: "2.01e-12"}),
         # Rate x alpha / r, here x 32 / 16.
         ("steps-too-large", {RATE: "0.5"}, {RATE: "0.499"}),
         # rsLoRA: 8 / sqrt(16).
-        (
-            "steps-too-large",
-            lora(useRslora=True, loraAlpha=8) | {RATE: "0.5"},
-            lora(useRslora=True, loraAlpha=8) | {RATE: "0.499"},
-        ),
+        ("steps-too-large", lora(useRslora=True, loraAlpha=8) | {RATE: "0.5"}, lora(useRslora=True, loraAlpha=8) | {RATE: "0.499"}),
         # A scaling below 1 keeps no factor from being overwritten.
         ("steps-too-large", lora(loraAlpha=1) | {RATE: "1"}, lora(loraAlpha=1) | {RATE: "0.999"}),
-        (
-            "steps-too-large",
-            lora(loraAlpha=8, loraPlusRatio="16") | {RATE: "0.0625"},
-            lora(loraAlpha=8, loraPlusRatio="16") | {RATE: "0.0624"},
-        ),
+        ("steps-too-large", lora(loraAlpha=8, loraPlusRatio="16") | {RATE: "0.0625"}, lora(loraAlpha=8, loraPlusRatio="16") | {RATE: "0.0624"}),
         ("steps-too-large", settings("LoHa") | {RATE: "1"}, settings("LoHa") | {RATE: "0.999"}),
         # 1 - 2e-4 x 5000 = 0.
         ("weight-decay-erases", {RATE: "2e-4", "training.weightDecay": "5000"}, {RATE: "2e-4", "training.weightDecay": "4999"}),
@@ -508,29 +377,17 @@ ONE = lora(r=1, loraAlpha=1)
         ("decay-ratio-range", DECAY | {"training.decayRatio": "1.001"}, DECAY | {"training.decayRatio": "1"}),
         ("fsdp1-trained-bias", V1 | lora(bias="lora_only"), V1 | lora(bias="none")),
         ("fsdp2-qlora-integer-storage", V2 | QLORA | {STORAGE: "uint8"}, V1 | QLORA | {STORAGE: "uint8"}),
-        (
-            "qlora-storage-not-param-dtype",
-            V2 | QLORA | {STORAGE: "float32", F + "mixedPrecision.paramDtype": "bfloat16"},
-            V2 | QLORA | {STORAGE: "uint8", F + "mixedPrecision.paramDtype": "bfloat16"},
-        ),
+        ("qlora-storage-not-param-dtype", V2 | QLORA | {STORAGE: "float32", F + "mixedPrecision.paramDtype": "bfloat16"}, V2 | QLORA | {STORAGE: "uint8", F + "mixedPrecision.paramDtype": "bfloat16"}),
         ("merge-dtype-overflow", BF16 | {"merge.dtype": "float16"}, FULL | BF16 | {"merge.dtype": "float16"}),
         ("merge-dtype-overflow", {"model.dtype": "float32", "merge.dtype": "float16"}, {"merge.dtype": "float16"}),
         ("merge-into-quantized", QLORA | {"merge.base": "Quantized"}, QLORA | {"merge.base": "Quantized"} | ALONE),
         ("merge-dequantized-without-qlora", {"merge.base": "Dequantized"}, {"merge.base": "Dequantized"} | ALONE),
-        (
-            "verification-divergence-zero",
-            {"merge.verify.maxKlDivergence": "0"},
-            LOHA | {"merge.enabled": True, "merge.verify.maxKlDivergence": "0"},
-        ),
+        ("verification-divergence-zero", {"merge.verify.maxKlDivergence": "0"}, LOHA | {"merge.enabled": True, "merge.verify.maxKlDivergence": "0"}),
         ("chat-template-without-chat", {"data.chatTemplate": "x" * 61}, {"data.format": "Chat", "data.chatTemplate": "x" * 61}),
         ("target-parameters-conflict", EXPERTS | {LORA + "loraDropout": "0.01"}, {LORA + "loraDropout": "0.01"}),
-        (
-            "trainable-tokens-overlap",
-            TOKENS | {LORA + "modulesToSave": ["embed_tokens"]},
-            {LORA + "modulesToSave": ["embed_tokens"]},
-        ),
+        ("trainable-tokens-overlap", TOKENS | {LORA + "modulesToSave": ["embed_tokens"]}, {LORA + "modulesToSave": ["embed_tokens"]}),
     ],
-)
+)  # fmt: skip
 def test_the_boundary_is_where_the_formula_puts_it(rule, found, silent):
     assert told(rule, found) is not None
     assert told(rule, silent) is None

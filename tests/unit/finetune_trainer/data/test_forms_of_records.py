@@ -116,129 +116,45 @@ FORMS = {
     "chat": ("a.jsonl", [{"messages": TURNS}], CHATS, None, [CHAT]),
     "parts": ("a.jsonl", PARTS, CHATS, None, [CHAT.replace("user\nq", "user\nx\ny")]),
     "alpaca": ("a.json", ALPACA, {}, "data-record-invalid", [f"do\n[done{END}]", f"add\n1, 2\n[3{END}]"]),
-    "alpaca as chats": (
-        "a.json",
-        ALPACA[:1],
-        CHATS,
-        "data-record-invalid",
-        [CHAT.replace("user\nq", "user\ndo").replace("[a", "[done")],
-    ),
+    "alpaca as chats": ("a.json", ALPACA[:1], CHATS, "data-record-invalid", [CHAT.replace("user\nq", "user\ndo").replace("[a", "[done")]),
     "Alpaca with a rendered text": ("a.jsonl", RENDERED, {}, "data-record-invalid", [f"q\n[a{END}]"]),
     "Alpaca with a rendered text as chats": ("a.jsonl", RENDERED, CHATS, "data-record-invalid", [CHAT]),
     "Alpaca with a rendered text as texts": ("a.jsonl", RENDERED, {"format": "Text"}, None, [f"#[ q a{END}]"]),
-    "Alpaca with a rendered prompt": (
-        "a.jsonl",
-        [{"instruction": "q", "input": "", "output": "a", "prompt": "# q", "completion": "a"}],
-        CHATS,
-        "data-record-invalid",
-        [CHAT],
-    ),
-    "question and answer with a rendered text": (
-        "a.jsonl",
-        [{"question": "q", "answer": "a", "text": "# q a"}],
-        CHATS,
-        "data-record-invalid",
-        [CHAT],
-    ),
+    "Alpaca with a rendered prompt": ("a.jsonl", [{"instruction": "q", "input": "", "output": "a", "prompt": "# q", "completion": "a"}], CHATS, "data-record-invalid", [CHAT]),
+    "question and answer with a rendered text": ("a.jsonl", [{"question": "q", "answer": "a", "text": "# q a"}], CHATS, "data-record-invalid", [CHAT]),
     "a text with a label": ("a.jsonl", [{"text": "t", "source": "web", "target": 1}], {}, "data-record-invalid", [f"t[{END}]"]),
     "share-gpt as nobody configures it": ("a.jsonl", SHARE_GPT, {}, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
     "share-gpt as chats": ("a.jsonl", SHARE_GPT, CHATS, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
     "share-gpt in Parquet": ("a.parquet", SHARE_GPT, CHATS, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
-    "share-gpt with roles of other names": (
-        "a.jsonl",
-        [{"conversations": [{"from": "Human", "value": "q"}, {"from": "bot", "value": "a"}]}],
-        {},
-        "data-record-invalid",
-        [CHAT],
-    ),
+    "share-gpt with roles of other names": ("a.jsonl", [{"conversations": [{"from": "Human", "value": "q"}, {"from": "bot", "value": "a"}]}], {}, "data-record-invalid", [CHAT]),
     "turns of two sides": ("a.jsonl", [{"prompt": TURNS[:1], "completion": TURNS[1:]}], CHATS, None, [CHAT]),
-    "turns of two sides as pairs": (
-        "a.jsonl",
-        [{"prompt": TURNS[:1], "completion": TURNS[1:]}],
-        {},
-        "data-record-invalid",
-        [CHAT],
-    ),
+    "turns of two sides as pairs": ("a.jsonl", [{"prompt": TURNS[:1], "completion": TURNS[1:]}], {}, "data-record-invalid", [CHAT]),
     "turns and a text": ("a.jsonl", [{"prompt": TURNS[:1], "completion": "a"}], CHATS, None, [CHAT]),
     "turns and a text as pairs": ("a.jsonl", [{"prompt": TURNS[:1], "completion": "a"}], {}, "data-record-invalid", [CHAT]),
-    "turns and a text as texts": (
-        "a.jsonl",
-        [{"prompt": TURNS[:1], "completion": "a"}],
-        {"format": "Text"},
-        "data-record-invalid",
-        [CHAT],
-    ),
+    "turns and a text as texts": ("a.jsonl", [{"prompt": TURNS[:1], "completion": "a"}], {"format": "Text"}, "data-record-invalid", [CHAT]),
     "turns and a text in Parquet": ("a.parquet", [{"prompt": TURNS[:1], "completion": "a"}], CHATS, None, [CHAT]),
     "a text and turns": ("a.jsonl", [{"prompt": "q", "completion": TURNS[1:]}], CHATS, None, [CHAT]),
-    "turns and a text of another name": (
-        "a.jsonl",
-        [{"prompt": TURNS[:1], "answer": "a", "id": "1"}],
-        CHATS,
-        "data-record-invalid",
-        [CHAT],
-    ),
-    "turns and a text of another name in Parquet as pairs": (
-        "a.parquet",
-        [{"question": TURNS[:1], "answer": "a"}],
-        {},
-        "data-record-invalid",
-        [CHAT],
-    ),
+    "turns and a text of another name": ("a.jsonl", [{"prompt": TURNS[:1], "answer": "a", "id": "1"}], CHATS, "data-record-invalid", [CHAT]),
+    "turns and a text of another name in Parquet as pairs": ("a.parquet", [{"question": TURNS[:1], "answer": "a"}], {}, "data-record-invalid", [CHAT]),
     "CSV": ("a.csv", PAIRS, {}, "data-record-invalid", [f"q\n[a{END}]"]),
     "CSV as chats": ("a.csv", PAIRS, CHATS, "csv-with-chat", [f"q\n[a{END}]"]),
     "Parquet": ("a.parquet", PAIRS, {}, "data-record-invalid", [f"q\n[a{END}]"]),
     "arrow": ("a", save([{"text": "t"}]), {"format": "Text"}, None, [f"t[{END}]"]),
     "text": ("a.txt", "one\ntwo\n\n\nthree\n", {"format": "Text"}, None, [f"o[ne\ntwo{END}]", f"t[hree{END}]"]),
     "hub": ("a", hub, {"format": "Text"}, None, [f"t[rain-0000{n}-of-00002{END}]" for n in range(2)]),
-    "roles of other names": (
-        "a.jsonl",
-        [{"messages": [{"role": "human", "content": "q"}, {"role": "bot", "content": "a"}]}],
-        CHATS,
-        "data-record-invalid",
-        [CHAT],
-    ),
+    "roles of other names": ("a.jsonl", [{"messages": [{"role": "human", "content": "q"}, {"role": "bot", "content": "a"}]}], CHATS, "data-record-invalid", [CHAT]),
     "Dolly": ("a.jsonl", DOLLY, {}, "data-record-invalid", [f"who\nthe book\n[X{END}]", f"why\n[so{END}]"]),
     "Dolly in Parquet": ("a.parquet", DOLLY, {}, "data-record-invalid", [f"who\nthe book\n[X{END}]", f"why\n[so{END}]"]),
-    "a question on a passage": (
-        "a.jsonl",
-        [{"context": "c", "question": "q", "answer": "a", "id": 1}],
-        {"format": "Text"},
-        "data-record-invalid",
-        [f"q\nc\n[a{END}]"],
-    ),
-    "Alpaca with a context": (
-        "a.jsonl",
-        [{"instruction": "q", "context": "c", "output": "a"}],
-        {},
-        "data-record-invalid",
-        [f"q\nc\n[a{END}]"],
-    ),
-    "a question with a system prompt": (
-        "a.jsonl",
-        [{"system_prompt": "be", "question": "q", "response": "a"}],
-        {},
-        "data-record-invalid",
-        [f"{ASK}system\nbe{END}\n{CHAT}"],
-    ),
-    "turns with a system prompt beside": (
-        "a.jsonl",
-        [{"system_prompt": "be", "chat": TURNS}],
-        CHATS,
-        "data-record-invalid",
-        [f"{ASK}system\nbe{END}\n{CHAT}"],
-    ),
+    "a question on a passage": ("a.jsonl", [{"context": "c", "question": "q", "answer": "a", "id": 1}], {"format": "Text"}, "data-record-invalid", [f"q\nc\n[a{END}]"]),
+    "Alpaca with a context": ("a.jsonl", [{"instruction": "q", "context": "c", "output": "a"}], {}, "data-record-invalid", [f"q\nc\n[a{END}]"]),
+    "a question with a system prompt": ("a.jsonl", [{"system_prompt": "be", "question": "q", "response": "a"}], {}, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
+    "turns with a system prompt beside": ("a.jsonl", [{"system_prompt": "be", "chat": TURNS}], CHATS, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
     "rated answers": ("a.jsonl", RATED, {}, "data-preference-pairs", [f"q\n[a{END}]", f"q\n[b{END}]"]),
     "rated answers in CSV": ("a.csv", RATED, {}, "data-preference-pairs", [f"q\n[a{END}]", f"q\n[b{END}]"]),
     "rated answers in Parquet": ("a.parquet", RATED, {}, "data-preference-pairs", [f"q\n[a{END}]", f"q\n[b{END}]"]),
-    "rated turns": (
-        "a.jsonl",
-        [{"prompt": TURNS[:1], "completion": TURNS[1:], "label": False}],
-        CHATS,
-        "data-preference-pairs",
-        [CHAT],
-    ),
+    "rated turns": ("a.jsonl", [{"prompt": TURNS[:1], "completion": TURNS[1:], "label": False}], CHATS, "data-preference-pairs", [CHAT]),
     "preferences": ("a.jsonl", PREFERENCES, {}, "data-preference-pairs", [f"q\n[good{END}]"]),
-}
+}  # fmt: skip
 
 
 def by_words(fix: str) -> dict:
@@ -301,14 +217,10 @@ def test_what_maps_records_decides_the_data_and_its_absence_nothing(tmp_path):
         ({"systemTurn": "be"}, {"messages": TURNS}, f"{ASK}system\nbe{END}\n{CHAT}"),
         ({"systemTurn": "no"}, {"messages": [{"role": "system", "content": "be"}, *TURNS]}, f"{ASK}system\nbe{END}\n{CHAT}"),
         ({"roles": {"bot": "assistant"}}, {"messages": [TURNS[0], {"role": "bot", "content": "a"}]}, CHAT),
-        (
-            {"role": "who", "content": "said"},
-            {"messages": [{"who": turn["role"], "said": turn["content"]} for turn in TURNS]},
-            CHAT,
-        ),
+        ({"role": "who", "content": "said"}, {"messages": [{"who": turn["role"], "said": turn["content"]} for turn in TURNS]}, CHAT),
         ({"messages": "chat"}, {"chat": TURNS}, CHAT),
     ],
-)
+)  # fmt: skip
 def test_a_mapping_of_chats(tmp_path, mapping, record, expected):
     root = claim(tmp_path, "a.jsonl", [record])
     assert learnt(root, spec_of("a.jsonl", {**CHATS, "mapping": mapping})) == [expected]
@@ -344,18 +256,10 @@ AS_WORDS = f"{ROLES}.function_call: assistant"
         ({"conversations": CALLING}, {}, f"spec.data.format: Chat and spec.data.mapping.preset: ShareGPT and {AS_WORDS}"),
         ({"conversations": CALLING}, CHATS, f"spec.data.mapping.preset: ShareGPT and {AS_WORDS}"),
         ({"conversations": CALLING}, {**CHATS, "mapping": {"preset": "ShareGPT"}}, AS_WORDS),
-        (
-            {"messages": CALLING},
-            CHATS,
-            f"spec.data.mapping.preset: ShareGPT and spec.data.mapping.messages: messages and {AS_WORDS}",
-        ),
-        (
-            {"messages": [{"role": turn["from"], "content": turn["value"]} for turn in CALLING]},
-            CHATS,
-            f"{ROLES}.human: user and {ROLES}.observation: tool and {ROLES}.gpt: assistant and {AS_WORDS}",
-        ),
+        ({"messages": CALLING}, CHATS, f"spec.data.mapping.preset: ShareGPT and spec.data.mapping.messages: messages and {AS_WORDS}"),
+        ({"messages": [{"role": turn["from"], "content": turn["value"]} for turn in CALLING]}, CHATS, f"{ROLES}.human: user and {ROLES}.observation: tool and {ROLES}.gpt: assistant and {AS_WORDS}"),
     ],
-)
+)  # fmt: skip
 def test_calls_of_tools_as_turns_are_refused_at_the_first_answer(tmp_path, record, data, words):
     root, spec = claim(tmp_path, "a.jsonl", [record]), spec_of("a.jsonl", data)
     (finding,) = found_in(root, spec)
@@ -392,14 +296,10 @@ OLDER_TURNS = [
 ]
 NEWER_TURNS = [
     TURNS[0],
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
-    },
+    {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]},
     {"role": "tool", "name": "f", "content": "1"},
     TURNS[1],
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("file", ["a.jsonl", "a.parquet"])

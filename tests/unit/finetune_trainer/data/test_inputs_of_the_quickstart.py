@@ -7,7 +7,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from tests.support import quickstart
+from tools import quickstart
 
 EXAMPLE = yaml.safe_load((Path(__file__).parents[4] / "examples" / "quickstart.yaml").read_text())["spec"]
 

@@ -10,9 +10,9 @@ from finetune_job.failures import FailureClass, Outcome
 from finetune_job.plan.run_plan import DataPlan
 from finetune_trainer.data.tokenizer import check_chat_template
 from finetune_trainer.roles.preflight import run
-from tests.support import quickstart
 from tests.unit.finetune_trainer.data.chat_templates import CHATML, FAMILIES, GEMMA, LLAMA3, THINKING, TWO_STOPS
 from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
+from tools import quickstart
 
 
 def plan(template=None, data_format=DataFormat.CHAT, loss_on=LossOn.ASSISTANT):

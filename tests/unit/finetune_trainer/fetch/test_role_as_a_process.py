@@ -12,11 +12,11 @@ from finetune_job.failures import EXIT_CODES, FailureClass, Outcome, parse_envel
 from finetune_job.plan.digest import canonical_json
 from finetune_operator.children.cpu_jobs import fetch_job
 from finetune_trainer.context import RunContext
-from tests.support.cluster.certificates import CertificateAuthority
-from tests.support.cluster.errors import wait_until
 from tests.support.hub import Fault, running_hub
 from tests.unit.finetune_operator.children.building import ELSEWHERE, pod_spec, run_of
 from tests.unit.finetune_trainer.fetch.test_hub import MODEL, content
+from tools.cluster.certificates import CertificateAuthority
+from tools.cluster.errors import wait_until
 
 HEAVY = ("torch", "transformers", "peft", "numpy", "pyarrow")
 """Would make a quick copy slow to start and its pod large."""

@@ -18,8 +18,8 @@ from finetune_trainer.network.environment import S3Service
 from finetune_trainer.network.object_store import open_store
 from finetune_trainer.network.retry import RetryPolicy, TransientError, pause_seconds
 from finetune_trainer.publish.http import HttpClient
-from tests.support.cluster.certificates import CertificateAuthority
 from tests.support.hub import running_hub
+from tools.cluster.certificates import CertificateAuthority
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity
 from finetune_trainer.context import RunContext
 from finetune_trainer.preflight import added_tokens, job_steps
-from tests.support import quickstart
 from tests.support.forked_base import start_forked
+from tools import quickstart
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 PAIRS = [

@@ -25,9 +25,9 @@ from finetune_trainer.preflight.model_process import ModelCheckError, ModelCheck
 from finetune_trainer.processes.child import Child, ChildEnd, wait_for_answer
 from finetune_trainer.roles import preflight
 from finetune_trainer.roles.preflight import run
-from tests.support import quickstart
 from tests.support.documented import ROOT, as_written, blocks_of
 from tests.support.tiny_model import plan_of, tiny_spec
+from tools import quickstart
 
 TOOL, STEP = {"content": "<|tool|>", "special": True}, {"content": "<step>"}
 ADDED = {"model.addedTokens": [TOOL, STEP]}

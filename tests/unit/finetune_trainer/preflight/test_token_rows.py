@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from finetune_job.failures import Outcome
 from finetune_trainer.inspection.report import read_report
 from finetune_trainer.roles.preflight import run
-from tests.support import quickstart
 from tests.unit.finetune_trainer.data.chat_templates import CHATML
+from tools import quickstart
 
 MARKERS = ["<|im_start|>", "<|im_end|>"]
 CHAT = {"messages": [{"role": "user", "content": "def name(value):"}, {"role": "assistant", "content": "Return the value."}]}

@@ -27,10 +27,10 @@ from finetune_trainer.preflight import added_tokens, job_steps
 from finetune_trainer.roles import audit
 from finetune_trainer.roles.merge import merge
 from finetune_trainer.roles.preflight import run
-from tests.support import quickstart
 from tests.support.forked_base import start_forked
 from tests.support.forked_ranks import Fault, run_gang
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
+from tools import quickstart
 
 TOKENS = [{"content": f"<|{number}|>", "special": number % 2 == 0, "stop": number == 8} for number in range(10)]
 """257 tokens and these are more than the 264 rows of the tiny model."""

@@ -30,9 +30,9 @@ from finetune_trainer.processes.start import name_of_process
 from finetune_trainer.ranks.reports import rank_process_name
 from finetune_trainer.roles.train import MasterUnreachableError, wait_until_resolved
 from finetune_trainer.train.run import StopRequest
-from tests.support import late_signal, told_devices
 from tests.support.forked_ranks import run_processes
 from tests.support.tiny_model import run_context, tiny_spec
+from tests.unit.finetune_trainer.roles import late_signal, told_devices
 
 DEADLINE_SECONDS = 240.0
 ENDLESS = {"maxSteps": 100_000, "globalBatchSize": 2}

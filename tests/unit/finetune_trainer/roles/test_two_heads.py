@@ -22,9 +22,9 @@ from finetune_trainer.model.load import build_on_meta, load_base_model
 from finetune_trainer.model.load_shards import unloaded_base_model
 from finetune_trainer.roles.merge import merge
 from finetune_trainer.roles.preflight import run
-from tests.support import quickstart
 from tests.support.forked_ranks import run_gang
 from tests.support.tiny_model import plan_of, run_context, tiny_spec, write_tiny_llama
+from tools import quickstart
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 CPU = torch.device("cpu")

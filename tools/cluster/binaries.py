@@ -1,0 +1,365 @@
+"""The test cluster's executables, built once from Go modules and kept in the cache.
+
+`python -m tools.cluster.binaries` builds what is missing and prints where it lies. A build of the Kubernetes
+programs takes about five minutes on two cores; a directory is named after the hash of everything that goes into it,
+so an unchanged source is never built twice.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from tools.cluster.cache import cache_root
+
+PREBUILT_VARIABLE = "FINETUNE_TEST_BINARIES"
+"""Environment variable that names a directory of ready executables: those of `Binaries`."""
+
+KUBERNETES_VERSION = "1.36.3"
+"""Release that the executables report; `cluster_go/go.mod` requires the same one.
+
+A release 1.X.Y requires its own parts, `k8s.io/api` and so on, as v0.0.0, so go.mod replaces each by v0.X.Y. It also
+holds etcd at the version that the release requires: CoreDNS would raise it. A helm or CoreDNS that requires a later
+0.X would change how the API server itself behaves, and must not be taken before the release is raised.
+"""
+
+_GO_SOURCES = Path(__file__).parent.parent / "cluster_go"
+_SOURCE_SUFFIXES = {".go", ".s", ".mod", ".test"}
+"""Of the files that a build of a dependency reads; the last one is what Prometheus' own tests embed."""
+_PROGRESS_SECONDS = 30.0
+"""How often a running build says how far it is."""
+
+
+class BuildError(RuntimeError):
+    """An executable is missing and cannot be built; the message says why and what to do."""
+
+
+def _linker_flags() -> str:
+    major, minor, _ = KUBERNETES_VERSION.split(".")
+    values = {
+        "gitVersion": f"v{KUBERNETES_VERSION}",
+        "gitMajor": major,
+        "gitMinor": minor,
+        "gitTreeState": "archive",
+        "buildDate": "1970-01-01T00:00:00Z",
+    }
+    packages = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
+    stamps = [f"-X {package}.{name}={value}" for package in packages for name, value in values.items()]
+    return " ".join(["-s", "-w", *stamps])
+
+
+@dataclass(frozen=True)
+class _Stub:
+    """A package of a dependency, most of whose own dependencies serve nobody here, and a file of ours that takes its place."""
+
+    module: str
+    package: str
+    """Its directory in the module."""
+    file: str
+    """Of the sources that name the dependency."""
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A Go module and the programs built from it in one call, so that shared packages are compiled once."""
+
+    name: str
+    sources: Path
+    packages: tuple[str, ...]
+    programs: tuple[str, ...]
+    flags: tuple[str, ...]
+    stub: _Stub | None = None
+
+    def fingerprint(self) -> str:
+        """Hash of the module's sources and of the build flags."""
+        digest = hashlib.sha256()
+        nested = {path.parent for path in self.sources.glob("*/go.mod")}
+        for path in sorted(self.sources.rglob("*")):
+            if path.is_file() and not nested.intersection(path.parents):
+                digest.update(f"{path.relative_to(self.sources)}\0{path.stat().st_size}\0".encode())
+                digest.update(path.read_bytes())
+        stub = () if self.stub is None else astuple(self.stub)
+        digest.update("\0".join((*self.packages, *self.flags, *stub)).encode())
+        return digest.hexdigest()[:16]
+
+    def directory(self) -> Path:
+        return cache_root() / self.name / self.fingerprint()
+
+
+_FLAGS = ("-trimpath", "-gcflags=all=-dwarf=false")
+_QUICK = ("-trimpath", "-gcflags=all=-dwarf=false -l", "-gcflags=std=-dwarf=false")
+"""For programs that do little: without inlining a third less is spent on compiling. Go's own library is there already."""
+_CLUSTER = _Module(
+    name="cluster-bin",
+    sources=_GO_SOURCES,
+    packages=("./kube", "./coredns", "helm.sh/helm/v4/cmd/helm"),
+    programs=("kube", "coredns", "helm"),
+    flags=(*_FLAGS, "-ldflags", _linker_flags()),
+)
+_PROBE = _Module(
+    name="probe-bin",
+    sources=_GO_SOURCES / "probe",
+    packages=(".",),
+    programs=("probe",),
+    flags=(*_FLAGS, "-ldflags", "-s -w"),
+)
+_S3 = _Module(
+    name="s3-bin",
+    sources=_GO_SOURCES / "s3",
+    packages=("github.com/versity/versitygw/cmd/versitygw",),
+    programs=("versitygw",),
+    flags=(*_QUICK, "-ldflags", "-s -w"),
+)
+_COSIGN = _Module(
+    name="cosign-bin",
+    sources=_GO_SOURCES / "cosign",
+    packages=("github.com/sigstore/cosign/v3/cmd/cosign",),
+    programs=("cosign",),
+    flags=(*_QUICK, "-ldflags", "-s -w"),
+)
+"""Only for tests of the night: it takes five processor minutes to build."""
+_KREW = _Module(
+    name="krew-bin",
+    sources=_GO_SOURCES / "krew",
+    packages=("sigs.k8s.io/krew/cmd/krew", "sigs.k8s.io/krew/cmd/validate-krew-manifest"),
+    programs=("krew", "validate-krew-manifest"),
+    flags=(*_QUICK, "-ldflags", "-s -w"),
+)
+"""Only for a test of the night."""
+_GRYPE = _Module(
+    name="grype-bin",
+    sources=_GO_SOURCES / "grype",
+    packages=("github.com/anchore/grype/cmd/grype", "./advisories"),
+    programs=("grype", "advisories"),
+    flags=(*_QUICK, "-ldflags", "-s -w"),
+)
+"""Only for a test of the night."""
+_HELM3 = _Module(
+    name="helm3-bin",
+    sources=_GO_SOURCES / "helm3",
+    packages=("helm.sh/helm/v3/cmd/helm",),
+    programs=("helm",),
+    flags=(*_QUICK, "-ldflags", "-s -w"),
+)
+"""Only for a test of the night."""
+_ORAS = _Module(
+    name="oras-bin",
+    sources=_GO_SOURCES / "oras",
+    packages=("oras.land/oras/cmd/oras",),
+    programs=("oras",),
+    flags=(*_QUICK, "-ldflags", "-s -w"),
+)
+"""Only for a test of the night."""
+_PROMETHEUS = _Module(
+    name="prometheus-bin",
+    sources=_GO_SOURCES / "prometheus",
+    packages=("github.com/prometheus/prometheus/cmd/prometheus", "github.com/prometheus/prometheus/cmd/promtool"),
+    programs=("prometheus", "promtool"),
+    # Targets are static here, and nobody looks at the pages.
+    flags=(*_QUICK, "-tags", "remove_all_sd", "-ldflags", "-s -w"),
+    # promtool looks at certificates that these settings name, and so has all of the cluster's client: a third of the build.
+    stub=_Stub("github.com/prometheus/prometheus", "discovery/kubernetes", "stubs/kubernetes.go"),
+)
+_MODULES = (_CLUSTER, _PROBE, _S3, _PROMETHEUS)
+
+
+@dataclass(frozen=True)
+class Binaries:
+    """Paths of the test cluster's executables."""
+
+    kube: Path
+    """etcd, kube-apiserver, kube-controller-manager, kube-scheduler, kubelet, kube-proxy, kubectl: first argument."""
+    coredns: Path
+    helm: Path
+    probe: Path
+    """Static program of the test cluster's own image."""
+    versitygw: Path
+    """S3 server that keeps objects as files."""
+    prometheus: Path
+    promtool: Path
+
+
+def find_binaries() -> Binaries | None:
+    """Return the executables if all are at hand, without building anything.
+
+    Raises:
+        BuildError: the directory named by FINETUNE_TEST_BINARIES lacks one of them.
+    """
+    prebuilt = os.environ.get(PREBUILT_VARIABLE)
+    paths: dict[str, Path] = {}
+    for module in _MODULES:
+        directory = Path(prebuilt).absolute() if prebuilt else module.directory()
+        paths |= {program: directory / program for program in module.programs}
+    absent = [name for name, path in paths.items() if not os.access(path, os.X_OK)]
+    if absent and prebuilt:
+        raise BuildError(
+            f"{PREBUILT_VARIABLE}={prebuilt} holds no executable {', '.join(absent)}: put it there, or unset "
+            f"{PREBUILT_VARIABLE} to have everything built"
+        )
+    return None if absent else Binaries(**paths)
+
+
+def ensure_binaries() -> Binaries:
+    """Return the executables, building those that the cache lacks (five minutes on two cores when it is empty).
+
+    Raises:
+        BuildError: Go is missing, or the build failed.
+    """
+    found = find_binaries()
+    if found is not None:
+        return found
+    _ensure_built(_MODULES)
+    found = find_binaries()
+    if found is None:
+        raise BuildError(f"the build left an executable out: delete {cache_root()} and build again")
+    return found
+
+
+def ensure_cosign() -> Path:
+    """Return the program that verifies releases, built if the cache lacks it. Raises BuildError."""
+    _ensure_built((_COSIGN,))
+    return _COSIGN.directory() / "cosign"
+
+
+def ensure_krew() -> tuple[Path, Path]:
+    """Return Krew and the program by which its index judges manifests, built if the cache lacks them. Raises BuildError."""
+    _ensure_built((_KREW,))
+    return _KREW.directory() / "krew", _KREW.directory() / "validate-krew-manifest"
+
+
+def ensure_grype() -> tuple[Path, Path]:
+    """Return the scanner, and the program that writes databases for it, built if the cache lacks them. Raises BuildError."""
+    _ensure_built((_GRYPE,))
+    return _GRYPE.directory() / "grype", _GRYPE.directory() / "advisories"
+
+
+def ensure_helm3() -> Path:
+    """Return the Helm of the generation before that of `ensure_binaries`, built if the cache lacks it. Raises BuildError."""
+    _ensure_built((_HELM3,))
+    return _HELM3.directory() / "helm"
+
+
+def ensure_oras() -> Path:
+    """Return the program by which people pull artifacts from registries, built if the cache lacks it. Raises BuildError."""
+    _ensure_built((_ORAS,))
+    return _ORAS.directory() / "oras"
+
+
+def _ensure_built(modules: Sequence[_Module]) -> None:
+    """Build what the cache lacks. What several modules have in common, Go's own library above all, is compiled once."""
+    with _locked(cache_root() / "go-build.lock"):
+        missing = [module for module in modules if not module.directory().exists()]
+        compiled = cache_root() / "go-build"
+        try:
+            for module in missing:
+                _build(module, compiled)
+        finally:
+            # Three gigabytes that only a change of the sources would ever use again.
+            shutil.rmtree(compiled, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file, so that of several test runs one builds and the others wait for it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(module: _Module, compiled: Path) -> None:
+    go = shutil.which("go")
+    if go is None:
+        raise BuildError(
+            f"the program 'go' is not on PATH, and {module.directory()} is not built: install Go 1.26, or set "
+            f"{PREBUILT_VARIABLE} to a directory that holds {', '.join(program for one in _MODULES for program in one.programs)}"
+        )
+    target = module.directory()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    compiled.mkdir(exist_ok=True)
+    environment = {
+        **os.environ,
+        "CGO_ENABLED": "0",
+        "GOTOOLCHAIN": "local",
+        "GOGC": "400",
+        "GOCACHE": str(compiled),
+        "GOFLAGS": "-mod=readonly -buildvcs=false",
+    }
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as scratch:
+        output = Path(scratch) / "bin"
+        output.mkdir()
+        environment["GOTMPDIR"] = scratch
+        flags = module.flags
+        if module.stub is not None:
+            flags = (*flags, f"-modfile={_with_stub(module, module.stub, go, Path(scratch), environment)}")
+        _compile(module, go, output, flags, environment)
+        output.rename(target)
+
+
+def _with_stub(module: _Module, stub: _Stub, go: str, scratch: Path, environment: dict[str, str]) -> Path:
+    """A go.mod that names a copy of the dependency with the stub in it: files of the module cache cannot be replaced."""
+    # `go list` would give no directory of a module that nobody has downloaded yet.
+    asked = [go, "mod", "download", "-json", stub.module]
+    found = subprocess.run(asked, cwd=module.sources, env=environment, capture_output=True, text=True, check=False)
+    original = Path(json.loads(found.stdout).get("Dir", "")) if found.returncode == 0 else Path()
+    if found.returncode != 0 or not (original / stub.package).is_dir():
+        raise BuildError(f"{module.sources} has no {stub.module} with {stub.package}: correct the stub\n{found.stderr}")
+    copy = scratch / "module"
+    for path in original.rglob("*"):
+        if path.suffix in _SOURCE_SUFFIXES and not path.name.endswith("_test.go"):
+            place = copy / path.relative_to(original)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, place)
+    shutil.rmtree(copy / stub.package)
+    (copy / stub.package).mkdir()
+    shutil.copy(module.sources / stub.file, copy / stub.package)
+    (scratch / "go.mod").write_text(f"{(module.sources / 'go.mod').read_text()}\nreplace {stub.module} => {copy}\n")
+    shutil.copy(module.sources / "go.sum", scratch)
+    return scratch / "go.mod"
+
+
+def _compile(module: _Module, go: str, output: Path, flags: Sequence[str], environment: dict[str, str]) -> None:
+    started = time.monotonic()
+    _say(f"building {', '.join(module.programs)} from {module.sources}")
+    process = subprocess.Popen(
+        [go, "build", "-v", *flags, "-o", f"{output}/", *module.packages],
+        cwd=module.sources,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    lines: list[str] = []
+    spoken = started
+    for line in process.stderr:  # one line for each package compiled, and the compiler's complaints
+        lines.append(line)
+        if time.monotonic() - spoken >= _PROGRESS_SECONDS:
+            spoken = time.monotonic()
+            _say(f"{len(lines)} packages, {_minutes(started)}")
+    if process.wait() != 0:
+        raise BuildError(f"'go build' failed in {module.sources} (exit {process.returncode}):\n{''.join(lines[-40:])}")
+    _say(f"built {', '.join(module.programs)} in {_minutes(started)}")
+
+
+def _minutes(started: float) -> str:
+    return f"{(time.monotonic() - started) / 60:.1f} min"
+
+
+def _say(text: str) -> None:
+    print(f"test cluster: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        print(ensure_binaries().kube.parent)
+    except BuildError as error:
+        sys.exit(f"test cluster: {error}")

@@ -1,0 +1,235 @@
+"""The network between this machine and the nodes: a bridge, a network namespace for each node, and routes that let nothing out.
+
+This machine holds the bridge's address, on which the API server and the DNS server listen. A node has no default
+route. Blackhole routes catch what is addressed to a pod or a Service that does not exist; they are set first, so
+that at no moment such a packet takes this machine's default route.
+"""
+
+import http.client
+import ipaddress
+import json
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tools.cluster.errors import ClusterError, wait_until
+from tools.cluster.processes import run_command
+
+BRIDGE_ADDRESS = "172.30.0.1"
+SERVICE_RANGE = "10.96.0.0/16"
+ALL_PODS_RANGE = "10.244.0.0/16"
+"""Addresses of all nodes' pods."""
+
+_BRIDGE = "finetune-br0"
+_BRIDGE_RANGE = "172.30.0.0/24"
+_VETH_PREFIX = "finetune-veth"
+_NAMESPACE_PREFIX = "finetune-test-node-"
+_OWN_RANGES = (_BRIDGE_RANGE, ALL_PODS_RANGE, SERVICE_RANGE)
+_BLACKHOLED = (ALL_PODS_RANGE, SERVICE_RANGE)
+_LAST_RESORT = "9999"
+"""Route metric of the blackholes: any real route wins."""
+
+_PLACE = "\0finetune-test-node"
+"""Abstract address of the Unix socket that stands for the machine's one place for a cluster with nodes."""
+
+_OTHER_CLUSTER_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class NodeNetwork:
+    """Names and addresses of one node."""
+
+    number: int
+    """From 1."""
+
+    @property
+    def name(self) -> str:
+        """Of the node."""
+        return f"node-{self.number}"
+
+    @property
+    def namespace(self) -> str:
+        """Name of its network namespace."""
+        return f"{_NAMESPACE_PREFIX}{self.number}"
+
+    @property
+    def veth(self) -> str:
+        """The end of its cable that is plugged into the bridge."""
+        return f"{_VETH_PREFIX}{self.number}"
+
+    @property
+    def address(self) -> str:
+        """On the bridge."""
+        return f"172.30.0.{10 + self.number}"
+
+    @property
+    def pod_range(self) -> str:
+        """Addresses of its pods."""
+        return f"10.244.{self.number}.0/24"
+
+
+def reserve_machine() -> socket.socket:
+    """Take this machine's only place for a cluster with nodes, waiting while another test run has it; close it to give it back.
+
+    The name lives in the kernel, for this network namespace, and vanishes with the process that holds it.
+
+    Raises:
+        ClusterError: this very process has it already, or another run still had it after half an hour.
+    """
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def taken() -> bool:
+        try:
+            holder.bind(_PLACE)
+        except OSError:
+            if _place_holder() == os.getpid():
+                raise ClusterError(
+                    "this process has nodes already, and one machine holds one cluster with nodes: share it"
+                ) from None
+            return False
+        holder.listen()
+        return True
+
+    try:
+        wait_until(taken, "another test run to end its nodes (one machine holds one cluster with nodes)", _OTHER_CLUSTER_SECONDS)
+    except BaseException:
+        holder.close()
+        raise
+    return holder
+
+
+def _place_holder() -> int | None:
+    """Return the PID of the process that has the place, or None when it has just been given back."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        try:
+            asking.connect(_PLACE)
+        except OSError:
+            return None
+        credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid: int = struct.unpack("3i", credentials)[0]
+    return pid
+
+
+def create_network(nodes: Sequence[NodeNetwork]) -> None:
+    """Make the bridge, the nodes' namespaces and all routes, replacing what a killed run left."""
+    remove_network()
+    for blackholed in _BLACKHOLED:
+        run_command("ip", "route", "replace", "blackhole", blackholed, "metric", _LAST_RESORT)
+    run_command("ip", "link", "add", _BRIDGE, "type", "bridge")
+    run_command("ip", "addr", "add", f"{BRIDGE_ADDRESS}/24", "dev", _BRIDGE)
+    run_command("ip", "link", "set", _BRIDGE, "up")
+    for node in nodes:
+        _create_node_network(node, [other for other in nodes if other != node])
+
+
+def _create_node_network(node: NodeNetwork, others: Sequence[NodeNetwork]) -> None:
+    run_command("ip", "netns", "add", node.namespace)
+    run_command("ip", "link", "add", node.veth, "type", "veth", "peer", "name", "eth0", "netns", node.namespace)
+    run_command("ip", "link", "set", node.veth, "master", _BRIDGE, "up")
+
+    in_node = ("ip", "-n", node.namespace)
+    run_command(*in_node, "route", "add", "blackhole", ALL_PODS_RANGE, "metric", _LAST_RESORT)
+    run_command(*in_node, "link", "set", "lo", "up")
+    run_command(*in_node, "addr", "add", f"{node.address}/24", "dev", "eth0")
+    run_command(*in_node, "link", "set", "eth0", "up")
+    # kube-proxy rewrites packets to a Service before they leave; what it does not know meets this machine's blackhole.
+    run_command(*in_node, "route", "add", SERVICE_RANGE, "via", BRIDGE_ADDRESS)
+    for other in others:
+        run_command(*in_node, "route", "add", other.pod_range, "via", other.address)
+    run_command("nsenter", f"--net=/run/netns/{node.namespace}", "sysctl", "--quiet", "--write", "net.ipv4.ip_forward=1")
+    run_command("ip", "route", "replace", node.pod_range, "via", node.address, "dev", _BRIDGE)
+
+
+def disconnect(node: NodeNetwork) -> None:
+    """Pull the node's cable: its processes go on, and reach neither the API server nor the other nodes."""
+    run_command("ip", "link", "set", node.veth, "down")
+
+
+def connect(node: NodeNetwork) -> None:
+    """Plug the node's cable in again."""
+    run_command("ip", "link", "set", node.veth, "up")
+
+
+@contextmanager
+def outside_address(address: str, nodes: Sequence[NodeNetwork]) -> Iterator[None]:
+    """Give this machine one more address that nodes and pods reach: it stands for a place outside the cluster."""
+    run_command("ip", "addr", "add", f"{address}/32", "dev", _BRIDGE)
+    for node in nodes:
+        run_command("ip", "-n", node.namespace, "route", "add", address, "via", BRIDGE_ADDRESS)
+    yield
+    for node in nodes:
+        run_command("ip", "-n", node.namespace, "route", "del", address)
+    run_command("ip", "addr", "del", f"{address}/32", "dev", _BRIDGE)
+
+
+@contextmanager
+def address_of_node(address: str, node: NodeNetwork) -> Iterator[None]:
+    """Give a node one more address that its own pods reach, as the metadata service of a cloud has it."""
+    run_command("ip", "-n", node.namespace, "addr", "add", f"{address}/32", "dev", "lo")
+    yield
+    run_command("ip", "-n", node.namespace, "addr", "del", f"{address}/32", "dev", "lo")
+
+
+def remove_network() -> None:
+    """Remove whatever of the network exists; routes over the bridge go with it."""
+    # Links first: the kernel takes those of a namespace away some time after the namespace.
+    for name in _links():
+        run_command("ip", "link", "del", name)
+    for namespace in _namespaces():
+        run_command("ip", "netns", "del", namespace)
+    for blackholed in _BLACKHOLED:
+        if _ip("route", "show", "type", "blackhole", "exact", blackholed):
+            run_command("ip", "route", "del", "blackhole", blackholed, "metric", _LAST_RESORT)
+
+
+def traces() -> list[str]:
+    """Return what exists of the cluster's network on this machine: nothing, when no node is running."""
+    routes = [
+        one["dst"] for one in _ip("route", "show", "table", "all") if one.get("dev") == _BRIDGE or one["dst"] in _BLACKHOLED
+    ]
+    return [
+        *(f"link {name}" for name in _links()),
+        *(f"network namespace {name}" for name in _namespaces()),
+        *(f"route {destination}" for destination in routes),
+    ]
+
+
+def _links() -> list[str]:
+    return [link["ifname"] for link in _ip("link", "show") if link["ifname"].startswith((_VETH_PREFIX, _BRIDGE))]
+
+
+def _namespaces() -> list[str]:
+    return [one["name"] for one in _ip("netns", "list") if one["name"].startswith(_NAMESPACE_PREFIX)]
+
+
+def foreign_route() -> str | None:
+    """Return a route of this machine that is not ours and overlaps the cluster's addresses, or None."""
+    own = [ipaddress.ip_network(one) for one in _OWN_RANGES]
+    for route in _ip("-4", "route", "show"):
+        ours = route.get("dev") == _BRIDGE or route.get("type") == "blackhole"
+        if route["dst"] == "default" or ours:
+            continue
+        if any(ipaddress.ip_network(route["dst"]).overlaps(one) for one in own):
+            return f"route to {route['dst']} by {route.get('dev')}"
+    return None
+
+
+def answers(address: str, port: int, path: str) -> bool:
+    """Whether a plain HTTP server there answers 200."""
+    connection = http.client.HTTPConnection(address, port, timeout=10)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _ip(*arguments: str) -> list[dict[str, Any]]:
+    parsed: list[dict[str, Any]] = json.loads(run_command("ip", "-json", *arguments) or "[]")
+    return parsed

@@ -1,0 +1,120 @@
+"""Enforces NetworkPolicies on the test cluster's nodes, as a network plugin of a real cluster does.
+
+A new policy or pod is taken notice of within half a second. Until then a pod is open: plugins differ in that.
+"""
+
+import http.client
+import json
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from tools.cluster.api import ApiReader
+from tools.cluster.errors import ClusterError
+from tools.cluster.network import NodeNetwork
+from tools.cluster.policy_rules import pod_rules
+from tools.cluster.policy_ruleset import removal, ruleset
+from tools.cluster.processes import run_command
+
+_POLL_SECONDS = 0.5
+_SETTLE_SECONDS = 30.0
+_POLICIES = "/apis/networking.k8s.io/v1/networkpolicies"
+_PODS = "/api/v1/pods"
+_NAMESPACES = "/api/v1/namespaces"
+
+
+class PolicyEnforcer:
+    """Context manager: a thread that keeps the rules of all nodes up to date, and removes them at the end."""
+
+    def __init__(self, api: ApiReader, nodes: Sequence[NodeNetwork]) -> None:
+        self._api = api
+        self._nodes = nodes
+        self._applied: str | None = None
+        self._rounds = 0
+        """How many have been begun."""
+        self._finished = 0
+        """The last round whose rules hold."""
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="policy-enforcer", daemon=True)
+
+    def __enter__(self) -> "PolicyEnforcer":
+        self._thread.start()
+        try:
+            self.settle()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop()
+        if self._error is not None and error is None:
+            raise ClusterError("the enforcement of NetworkPolicies ended early") from self._error
+
+    def settle(self) -> None:
+        """Wait until what the API server shows now of policies and pods is enforced.
+
+        Raises:
+            ClusterError: the thread has ended by an error, or the API server did not answer for half a minute.
+        """
+        with self._changed:
+            wanted = self._rounds + 1
+            self._changed.wait_for(lambda: self._finished >= wanted or self._error is not None, _SETTLE_SECONDS)
+            if self._error is not None or self._finished < wanted:
+                raise ClusterError("NetworkPolicies are not enforced") from self._error
+
+    def _run(self) -> None:
+        try:
+            connection = self._api.connect()
+            while not self._stopping:
+                with self._changed:
+                    self._rounds += 1
+                    current = self._rounds
+                try:
+                    found = [_items(connection, path) for path in (_POLICIES, _PODS, _NAMESPACES)]
+                except (OSError, http.client.HTTPException):
+                    connection.close()  # it is opened again by the next request
+                else:
+                    self._apply(ruleset(pod_rules(*found)))
+                    with self._changed:
+                        self._finished = current
+                        self._changed.notify_all()
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopping, _POLL_SECONDS)
+            connection.close()
+        except Exception as error:  # noqa: BLE001 - settle and the end of the context say it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _apply(self, text: str) -> None:
+        if text == self._applied:
+            return
+        for node in self._nodes:
+            _nft(node, text)
+        self._applied = text
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+        for node in self._nodes:
+            _nft(node, removal())
+
+
+def _nft(node: NodeNetwork, text: str) -> None:
+    run_command("nsenter", f"--net=/run/netns/{node.namespace}", "nft", "-f", "-", stdin=text)
+
+
+def _items(connection: http.client.HTTPSConnection, path: str) -> list[dict[str, Any]]:
+    connection.request("GET", path)
+    response = connection.getresponse()
+    body = response.read()
+    if response.status != 200:
+        raise http.client.HTTPException(f"{response.status} for {path}")
+    items: list[dict[str, Any]] = json.loads(body)["items"]
+    return items

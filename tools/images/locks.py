@@ -1,0 +1,83 @@
+"""The images' lists of packages and hashes, derived from uv.lock.
+
+`python -m tools.images.locks` writes them, with `--check` it only compares.
+"""
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.images.errors import ImageError
+from tools.images.programs import run
+from tools.images.sources import BILL_OF_MATERIALS, REPOSITORY, SOURCES
+
+_COMMAND = "'python -m tools.images.locks'"
+_HEADER = f"# From uv.lock, by {_COMMAND}. Do not edit.\n"
+
+_FORBIDDEN = frozenset({"kernels"})
+"""Packages that no image may have: libraries that find `kernels` fetch native code from a hub at run time."""
+
+_PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A lock, and what of uv.lock it holds."""
+
+    path: Path
+    subject: str
+    """What is made with it."""
+    selection: tuple[str, ...]
+    """Arguments of `uv export`."""
+
+
+LOCKS = (
+    *(Lock(one.requirements, one.name, ("--no-dev", "--extra", one.extra)) for one in SOURCES.values()),
+    Lock(BILL_OF_MATERIALS, "the bill of materials", ("--only-group", "sbom")),
+)
+
+
+def derive(lock: Lock) -> str:
+    """Return the text of a lock as uv.lock has it now.
+
+    Raises:
+        ImageError: uv is not installed or failed, or uv.lock leads to a package that no image may have.
+    """
+    exported = run(
+        *(sys.executable, "-m", "uv", "export", "--quiet", "--project", REPOSITORY, "--frozen", "--no-emit-project"),
+        *("--no-header", "--no-annotate", *lock.selection),
+    )
+    forbidden = sorted(_FORBIDDEN & pinned_versions(exported).keys())
+    if forbidden:
+        raise ImageError(f"uv.lock brings {', '.join(forbidden)} into {lock.subject}: remove what depends on it")
+    return _HEADER + exported
+
+
+def pinned_versions(lock: str) -> dict[str, str]:
+    """Name -> version of every package in the text of a lock."""
+    return dict(_PINNED.findall(lock))
+
+
+def stale() -> list[Lock]:
+    """Return the locks that are not what uv.lock says."""
+    return [lock for lock in LOCKS if not lock.path.exists() or lock.path.read_text(encoding="utf-8") != derive(lock)]
+
+
+def main(arguments: list[str]) -> int:
+    """Write the locks, or with `--check` say which are stale (exit status 1)."""
+    if arguments == ["--check"]:
+        found = stale()
+        for lock in found:
+            print(f"{lock.path} is not what uv.lock says: run {_COMMAND}", file=sys.stderr)
+        return 1 if found else 0
+    if arguments:
+        print("usage: python -m tools.images.locks [--check]", file=sys.stderr)
+        return 2
+    for lock in LOCKS:
+        lock.path.write_text(derive(lock), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

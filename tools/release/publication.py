@@ -1,0 +1,156 @@
+"""The steps of a release: build, push, sign, attest."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tools.cluster.binaries import find_binaries
+from tools.images import Image, ImageError, build
+from tools.images.programs import run, timed
+from tools.images.sources import REPOSITORY, SOURCES
+from tools.release.attach import Layer, attach, digest_of_tag, repository
+from tools.release.signing import SigningKey, envelope, signature_payload
+from tools.release.statements import BILL_TYPE, EXPLOITABILITY_TYPE, PROVENANCE_TYPE, Build, provenance, statement
+
+CHART = REPOSITORY / "charts" / "finetune-operator"
+NOT_AFFECTED = REPOSITORY / "docs" / "vulnerabilities.openvex.json"
+_BILL = "opt/finetune/sbom.cdx.json"
+
+
+@dataclass(frozen=True)
+class Published:
+    """Something that a release brought to the registry."""
+
+    reference: str
+    """Registry and repository."""
+    digest: str
+    """Of its manifest, with `sha256:`."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """What all parts of a release have in common."""
+
+    registry: str
+    """With a path if it needs one: registry.example/team."""
+    version: str
+    key: SigningKey
+    commit: str
+    """Of the source."""
+    plain_http: bool = False
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Name -> address of what belongs to the release, as the chart shows them."""
+
+    def publish_image(self, which: str) -> Published:
+        """Build the image `trainer` or `operator`, push it, sign it, and attach what is known of it.
+
+        Raises ImageError, DestinationRefusedError, TransientError.
+        """
+        started, sources = datetime.now(UTC), SOURCES[which]
+        image = build(which)
+        with timed(f"{image.name}: push"):
+            digest = image.push(self.registry, tag=self.version, plain_http=self.plain_http)
+        materials = {str(path.relative_to(REPOSITORY)): _sha256(path) for path in sources.locks}
+        made = Build(
+            kind="image",
+            parameters={"containerfile": str(sources.containerfile.relative_to(REPOSITORY)), "version": self.version},
+            commit=self.commit,
+            materials=materials | image.storage.file_systems(sources),
+            started=started,
+            finished=datetime.now(UTC),
+        )
+        published = Published(f"{self.registry}/{image.name}", digest)
+        unaffected = json.loads(NOT_AFFECTED.read_text())
+        predicates = {PROVENANCE_TYPE: provenance(made), BILL_TYPE: _bill(image), EXPLOITABILITY_TYPE: unaffected}
+        self._sign(published, predicates)
+        return published
+
+    def publish_chart(self, images: Sequence[Published]) -> Published:
+        """Push the chart with the release's version, sign it, and attach its provenance. It names these images.
+
+        Raises as `publish_image` does.
+        """
+        started, plain = datetime.now(UTC), ("--plain-http",) if self.plain_http else ()
+        with tempfile.TemporaryDirectory(prefix="chart-") as directory, timed("chart: push"):
+            versions = ("--version", self.version, "--app-version", self.version)
+            chart = Path(directory, "chart", CHART.name)
+            shutil.copytree(CHART, chart)
+            description = yaml.safe_load((chart / "Chart.yaml").read_text())
+            description["annotations"] |= self._annotations(images)
+            (chart / "Chart.yaml").write_text(yaml.safe_dump(description, sort_keys=False))
+            helm("package", chart, *versions, "--destination", directory)
+            helm("push", Path(directory) / f"{CHART.name}-{self.version}.tgz", f"oci://{self.registry}/charts", *plain)
+        reference = f"{self.registry}/charts/{CHART.name}"
+        with repository(reference, plain_http=self.plain_http) as place:
+            published = Published(reference, digest_of_tag(place, self.version))
+        made = Build(
+            kind="chart",
+            parameters={"chart": str(CHART.relative_to(REPOSITORY)), "version": self.version},
+            commit=self.commit,
+            materials={},
+            started=started,
+            finished=datetime.now(UTC),
+        )
+        self._sign(published, {PROVENANCE_TYPE: provenance(made)})
+        return published
+
+    def _annotations(self, images: Sequence[Published]) -> dict[str, str]:
+        """What Artifact Hub shows and only a release knows. No `signKey`: that is for PGP, and it finds our signatures itself."""
+        named = [{"name": one.reference.rpartition("/")[2], "image": f"{one.reference}@{one.digest}"} for one in images]
+        found = {"artifacthub.io/images": yaml.safe_dump(named, sort_keys=False)} if named else {}
+        if self.links:
+            links = [{"name": name, "url": url} for name, url in self.links.items()]
+            found["artifacthub.io/links"] = yaml.safe_dump(links, sort_keys=False)
+        return found | {"artifacthub.io/prerelease": "true" if "-" in self.version else "false"}
+
+    def _sign(self, published: Published, predicates: dict[str, dict[str, Any]]) -> None:
+        payload = signature_payload(published.reference, published.digest)
+        annotations = {"dev.cosignproject.cosign/signature": self.key.sign(payload)}
+        signature = Layer(payload, "application/vnd.dev.cosign.simplesigning.v1+json", annotations)
+        attestations = [
+            Layer(
+                envelope(statement(published.reference, published.digest, kind, predicate), self.key),
+                "application/vnd.dsse.envelope.v1+json",
+                {"dev.cosignproject.cosign/signature": "", "predicateType": kind},
+            )
+            for kind, predicate in predicates.items()
+        ]
+        with repository(published.reference, plain_http=self.plain_http) as place:
+            attach(place, published.digest, "att", attestations)
+            attach(place, published.digest, "sig", [signature])
+
+
+def source_commit(tree: Path) -> str:
+    """The commit of a source tree. Raises ImageError if it has changes, which a provenance could not name."""
+    if run("git", "-C", tree, "status", "--porcelain"):
+        raise ImageError(f"{tree} has changes that are not committed: commit or remove them, then release")
+    return run("git", "-C", tree, "rev-parse", "HEAD").strip()
+
+
+def helm(*arguments: str | Path) -> str:
+    """Run helm, with the logins of `docker login`; the test cluster's own where none is installed. Raises ImageError."""
+    installed, binaries = shutil.which("helm"), find_binaries()
+    if installed is None and binaries is None:
+        raise ImageError("helm is not on PATH: install Helm 3.17 or later, or run `python -m tools.cluster.binaries`")
+    docker = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+    logins = {"HELM_REGISTRY_CONFIG": str(docker)} if docker.exists() else {}
+    return run(installed or binaries.helm, *arguments, environment=logins)  # type: ignore[union-attr]
+
+
+def _bill(image: Image) -> dict[str, Any]:
+    with image.mounted() as root:
+        bill: dict[str, Any] = json.loads((root / _BILL).read_text())
+    return bill
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
