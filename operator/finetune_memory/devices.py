@@ -23,14 +23,7 @@ class Device:
     """Bytes per second, in one direction, to the other devices of a machine."""
     capacity: int
     """Bytes of memory that programs can have."""
-    fp8_flops: float | None = None
-    """The same of products in E4M3; None: it has none, or those of another form."""
 
-
-FP8_SPEED = 2
-"""Times the operations of 16 bits, by every data sheet that has both."""
-_WITHOUT_FP8 = re.compile(r"\b(A100|A800|A40|A30|A10G|A10|RTX A6000|RTX 3090|MI300X|MI325X)\b")
-"""Ampere; and AMD's first FP8, which has no negative zero and other largest values."""
 
 _DEVICES: tuple[tuple[re.Pattern[str], float, float, float, int], ...] = (
     # NVIDIA data sheets give some figures with structured sparsity only; those are halved. Cards without NVLink send over PCIe.
@@ -120,5 +113,5 @@ def device_of(name: str) -> Device | None:
         return None
     for pattern, flops, memory, link, gibibytes in _DEVICES:
         if pattern.search(words):
-            return Device(name, flops, memory, link, gibibytes << 30, None if _WITHOUT_FP8.search(words) else FP8_SPEED * flops)
+            return Device(name, flops, memory, link, gibibytes << 30)
     return None

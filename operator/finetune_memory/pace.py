@@ -29,9 +29,6 @@ FROZEN_PRODUCTS, TRAINED_PRODUCTS = 2, 3
 """Forward and gradient of the input; and gradient of the weight."""
 FORWARD_OF_ATTENTION, BACKWARD_OF_ATTENTION = 2, 5
 """Products of all pairs of tokens; fused attention computes the scores again in its backward pass."""
-ROUNDING_BYTES, ROUNDING_BYTES_EAGER = 5, 25
-"""Of a 16-bit value that becomes one of FP8. Compiled: read for the largest of its row, and read again and written. In eager mode
-absolute values (2 + 2), the largest of them (2), float32 (2 + 4), divided by the scale (4 + 4), rounded (4 + 1)."""
 LOGIT_BYTES = 34
 """Of a logit, forward and backward: the product's result, its float32 copy, softmax, and both gradients."""
 ADAMW_BYTES = 28
@@ -112,8 +109,6 @@ def calculated_pace(
         raise UnknownPaceError("the job computes in float32, and the peaks of devices are those of 16 bits")
     if plan.parallelism.fsdp.offload_params:
         raise UnknownPaceError("fsdp.offloadParams moves weights over a bus whose speed is not known")
-    if plan.training.fp8 and device.fp8_flops is None:
-        raise UnknownPaceError(f"{product} has no products in E4M3, which training.fp8 asks for")
     pacer = _Pacer(plan, shape, elements, device, calibration)
     if not pacer.layers:
         raise UnknownPaceError("the planner finds no layers by the names of the model's parameters")
@@ -178,26 +173,11 @@ class _Pacer:
         moved = size * (rows * inputs + inputs * outputs + rows * outputs)
         return times * max(2 * rows * inputs * outputs / self.flops, moved / self.memory)
 
-    def _products_in_fp8(self, rows: float, inputs: int, outputs: int, again: int) -> float:
-        """Of a frozen weight, forward and backward, with both factors rounded first."""
-        peak = (self.device.fp8_flops or self.device.flops) * self.calibration.flops
-        rounding = ROUNDING_BYTES if self.plan.training.compile else ROUNDING_BYTES_EAGER
-        seconds = 0.0
-        for times, given, made in ((1 + again, inputs, outputs), (1, outputs, inputs)):
-            factors = rows * given + inputs * outputs
-            moved = factors + self.elements.product * rows * made
-            product = max(2 * rows * inputs * outputs / peak, moved / self.memory)
-            seconds += times * (product + rounding * factors / self.memory)
-        return seconds
-
     def _products(self) -> float:
         """All layers' own weights, and the output head."""
         total, tokens, again = 0.0, self.work.tokens, int(self.products_again)
         for layer in self.layers:
             for linear in layer.linears:
-                if self.plan.training.fp8 and not linear.is_trained:
-                    total += self._products_in_fp8(tokens, linear.inputs, linear.outputs, again)
-                    continue
                 times = (TRAINED_PRODUCTS if linear.is_trained else FROZEN_PRODUCTS) + again
                 total += self._product(tokens, linear.inputs, linear.outputs, times)
             for stack in layer.experts:

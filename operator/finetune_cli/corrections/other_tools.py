@@ -19,7 +19,7 @@ from finetune_cli.corrections.counts import (
     counts_of,
     values_of,
 )
-from finetune_cli.corrections.words import ATTENTIONS, DTYPES, FP8, NO_PREFERENCES, OPTIMIZERS, PRECISIONS, SCHEDULERS
+from finetune_cli.corrections.words import ATTENTIONS, DTYPES, NO_PREFERENCES, OPTIMIZERS, PRECISIONS, SCHEDULERS
 from finetune_cli.corrections.wrong_field import letters
 from finetune_job.api.inputs import LossOn
 from finetune_job.api.method import MethodType
@@ -185,16 +185,6 @@ def _half(value: Any, _spec: Spec) -> Equivalent:
     )
 
 
-def _mixed_precision(value: Any, spec: Spec) -> Equivalent:
-    if letters(str(value)) == FP8:
-        return Equivalent(
-            f"write spec.training.precision: {Precision.BF16.value} and spec.training.fp8: true",
-            {"training.precision": Precision.BF16.value, "training.fp8": True},
-            is_certain=True,
-        )
-    return _words("training.precision", PRECISIONS, Precision.BF16.value)(value, spec)
-
-
 def _in_quarters(value: Any, _spec: Spec) -> Equivalent:
     if _is_off(value):
         return Equivalent("remove it: only QLoRA and QDoRA pack the base", is_certain=True)
@@ -238,7 +228,7 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     # Off, float16 may be meant.
     (("bf16", "use_bf16"), _switch("training.precision", Precision.BF16.value, Precision.FP32.value, is_off_certain=False)),
     (("fp16", "use_fp16"), _half),
-    (("mixed_precision",), _mixed_precision),
+    (("mixed_precision",), _words("training.precision", PRECISIONS, Precision.BF16.value)),
     (("tf32", "allow_tf32"), _not_here("spec.training.precision alone says how is computed")),
     (("torch_compile", "use_compile"), _switch("training.compile", True, False)),
     (("report_to", "loggers", "logger", "log_with"), _trackers),

@@ -21,7 +21,7 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(_SWITCHES, (True, False)),
     "lr_scheduler_type": ("cosine", "linear"),
     "optim": ("adamw_torch", "sgd"),
-    "mixed_precision": ("bf16", "fp8"),
+    "mixed_precision": ("bf16", "no"),
     "torch_dtype": ("bfloat16", "float32"),
     "bnb_4bit_compute_dtype": ("bfloat16", "float32"),
     "attn_implementation": ("flash_attention_2", "sdpa"),

@@ -42,7 +42,6 @@ DTYPES = {
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "float16"),
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "float32"),
 }
-FP8 = "fp8"
 PRECISIONS = {**dict.fromkeys(("bf16", "bfloat16", "bf16mixed"), "bf16"), **dict.fromkeys(("no", "fp32", "float32"), "fp32")}
 ATTENTIONS = {"sdpa": Attention.SDPA.value, "eager": Attention.EAGER.value}
 
@@ -90,7 +89,7 @@ WORD_ANSWERS: Mapping[str, Mapping[str, Meant]] = {
         ("fp16", "float16", "16", "16mixed", "half"),
         Meant(Precision.BF16.value, "it needs no loss scaling, and float16 is not offered"),
     )
-    | {FP8: Meant(Precision.BF16.value, "products in FP8 are a switch of their own, spec.training.fp8: true")},
+    | {"fp8": Meant(Precision.BF16.value, "products in FP8 are not offered")},
     "method.type": dict.fromkeys(
         ("dpo", "orpo", "kto", "grpo", "ppo", "rloo", "simpo", "ipo", "cpo", "rlhf", "rl", "reward", "rewardmodel", "rm"),
         Meant(

@@ -100,7 +100,7 @@ def test_errors_of_the_planner_stand_next_to_each_measured_run(tmp_path: Path, m
     assert "peak memory 50.0 GB, planned 48.0 GB (-4.0%), loss 2.0000" in shown
     assert re.search(r"tokens/s \(10000 to 10000\), MFU", benchmark.line("trl", [run], 4e10, 1, None))
     monkeypatch.setattr(benchmark, "RESULTS", tmp_path)
-    benchmark.keep("settings-8B", "8B", 1, {"deterministic": [run], "trl": [run], "fp8": []})
+    benchmark.keep("settings-8B", "8B", 1, {"deterministic": [run], "trl": [run], "compiled": []})
     kept = json.loads((tmp_path / "settings-8B.json").read_text())
     assert list(kept["calculated"]) == ["deterministic"]
     assert kept["runs"]["trl"] == [run]

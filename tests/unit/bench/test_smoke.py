@@ -176,11 +176,9 @@ TIERS = (
 @pytest.mark.parametrize(
     ("options", "contenders", "methods"),
     [
-        (["--quick"], {"ours": 2, "trl": 1, "fp8": 1}, 1),
+        (["--quick"], {"ours": 2, "trl": 1, "deterministic": 1}, 1),
         # Every branch that a CPU can take.
-        pytest.param(
-            [], {"ours": 2, "trl": 1, "compiled": 2, "fp8": 1, "deterministic": 1}, 8, marks=pytest.mark.nightly, id="whole"
-        ),
+        pytest.param([], {"ours": 2, "trl": 1, "compiled": 2, "deterministic": 1}, 8, marks=pytest.mark.nightly, id="whole"),
     ],
 )
 def test_what_a_gpu_would_show(

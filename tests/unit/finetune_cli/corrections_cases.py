@@ -101,10 +101,7 @@ MISTAKES: list[tuple[str, Any, bool, str, dict[str, Any]]] = [
      {D + "datasets": [{"source": "hf://datasets/org/set", "revision": NO_COMMIT}, {"source": "pvc://data/a.jsonl"}]}),
     (T + "activationCheckpointing", True, CERTAIN, "write Full", {T + "activationCheckpointing": "Full"}),
     ("spec.training", {"epochs": 0.5}, PROPOSED, "write 1, a whole number without quotes", {T + "epochs": 1}),
-    (T + "mixed_precision", "fp8", CERTAIN, "write spec.training.precision: bf16 and spec.training.fp8: true",
-     {T + "precision": "bf16", T + "fp8": True}),
-    (T + "precision", "fp8", PROPOSED, "write bf16: products in FP8 are a switch of their own, spec.training.fp8: true",
-     {T + "precision": "bf16"}),
+    (T + "precision", "fp8", PROPOSED, "write bf16: products in FP8 are not offered", {T + "precision": "bf16"}),
     # Numbers out of range
     (L + "r", 0, PROPOSED, "write 16 (Rank of the update)", {L + "r": 16}),
     (L + "r", 10_000, PROPOSED, "write 16 (Rank of the update)", {L + "r": 16}),

@@ -48,35 +48,6 @@ def test_a_frozen_base_takes_four_operations_a_value_and_token() -> None:
     assert seconds(full, "matrix products") == pytest.approx(6 * (LINEAR + HEAD) * TOKENS / FLOPS, rel=1e-6)
 
 
-def test_fp8_takes_half_the_time_and_rounds_both_factors_first() -> None:
-    found = paced(job(training__fp8=True, training__compile=True))
-    # Inputs and outputs of q, k, v, o, gate, up and down.
-    sides = 2 * HIDDEN + 2 * (HIDDEN + 1024) + 2 * HIDDEN + 3 * (HIDDEN + WIDTH)
-    # Forward rows and weights, backward gradients and weights: read twice in 16 bits, written once in 8.
-    rounded = 5 * (LAYERS * TOKENS * sides + 2 * LINEAR)
-    wanted = 4 * LINEAR * TOKENS / (2 * FLOPS) + rounded / MEMORY + 4 * HEAD * TOKENS / FLOPS
-    assert seconds(found, "matrix products") == pytest.approx(wanted, rel=1e-6)
-    again = paced(job(training__fp8=True, training__compile=True, training__activationCheckpointing="Full"))
-    forward = 2 * LINEAR * TOKENS / (2 * FLOPS) + 5 * (LAYERS * TOKENS * (6 * HIDDEN + WIDTH) + LINEAR) / MEMORY
-    assert seconds(again, "matrix products") == pytest.approx(wanted + forward, rel=1e-6)
-
-
-@pytest.mark.parametrize("product", ["H100", "H200", "L40S", "B200"])
-def test_without_a_compiler_fp8_is_no_gain(product: str) -> None:
-    """As its rule says. Five kernels round a factor: 25 bytes a value."""
-    plain, eager_fp8 = judged(job()).plan, judged(job(training__fp8=True)).plan
-    fast = calculated_pace(plain, shape_of("Llama-3.1-8B", plain), "bfloat16", product, ASSUMED)
-    slow = calculated_pace(eager_fp8, shape_of("Llama-3.1-8B", eager_fp8), "bfloat16", product, ASSUMED)
-    assert slow.tokens_per_second < fast.tokens_per_second
-
-
-@pytest.mark.parametrize("product", ["NVIDIA-A100-SXM4-80GB", "A10G", "AMD Instinct MI300X"])
-def test_devices_without_that_fp8_have_no_time(product: str) -> None:
-    with pytest.raises(UnknownPaceError, match=r"has no products in E4M3, which training\.fp8 asks for"):
-        paced(job(training__fp8=True, training__compile=True), product=product)
-    assert paced(job(), product=product).tokens_per_second > 0
-
-
 def test_attention_computes_half_of_the_pairs_without_a_mask_and_all_with_one() -> None:
     # Two products forward and five backward, two operations each, of pairs of tokens with values of 32 heads of 128.
     causal = 7 * 2 * (TOKENS**2 / 2) * HIDDEN * LAYERS / FLOPS
@@ -151,7 +122,6 @@ def test_the_calculated_example_of_the_page() -> None:
     assert TOKENS / seconds(found, "matrix products") == pytest.approx(23_060, rel=0.01)
     assert paced(job(training__precision="bf16")).tokens_per_second == pytest.approx(17_200, rel=0.01)
     assert paced(job(training__compile=True)).tokens_per_second == pytest.approx(21_080, rel=0.01)
-    assert paced(job(training__compile=True, training__fp8=True)).tokens_per_second == pytest.approx(23_590, rel=0.01)
 
 
 @pytest.mark.parametrize(

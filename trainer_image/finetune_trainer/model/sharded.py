@@ -28,7 +28,6 @@ from finetune_trainer.model.compilation import compile_layers
 from finetune_trainer.model.dtypes import ModelDtypes, computes_in_float16, resolve_casts, resolve_dtypes
 from finetune_trainer.model.first_values import start_from
 from finetune_trainer.model.float32_layers import cast_embedding_outputs, compute_delora_in_float32
-from finetune_trainer.model.fp8_products import install_fp8
 from finetune_trainer.model.fsdp_versions import Reduction, shard_with_fsdp1, shard_with_fsdp2
 from finetune_trainer.model.fused_adapters import fuse_adapters
 from finetune_trainer.model.invariants import check_decomposed, check_magnitudes, check_trainable, trainable_shapes
@@ -110,8 +109,6 @@ def build(
     fixed = _fixed(model, frozen, headers) if gang.is_first else {}
     if casts.by_fsdp is None:
         cast_embedding_outputs(model, dtypes.load)
-    if plan.training.fp8:
-        install_fp8(model, fsdp.transformer_layer_cls_to_wrap, gang.device, casts.by_autocast or casts.by_fsdp or dtypes.load)
     if plan.training.compile:
         compile_layers(model, fsdp)
     packed = packed_layers(model, headers, dtypes.load) if headers is not None and plan.method.quantization is not None else {}

@@ -34,7 +34,6 @@ def test_every_topic_is_one_module_of_the_book():
             "data",
             "optimizer",
             "launch",
-            "fp8",
             "elastic",
             "versions",
             "merging",

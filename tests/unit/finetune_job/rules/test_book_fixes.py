@@ -110,8 +110,6 @@ FINDINGS: dict[str, Written] = {
         "training.activationCheckpointing",
         {"training.activationCheckpointing": "Full"},
     ),
-    "fp8-not-possible": (E, "training.fp8", {"training.fp8": False}),
-    "fp8-without-compile": (W, "training.compile", {"training.compile": True}),
     "ordered-reduction-not-possible": none("training.reduction"),
     "elastic-needs-ordered-reduction": (E, "parallelism.elastic", {"training.reduction": "Ordered"}),
     "elastic-min-nodes-above-nodes": (E, "parallelism.elastic.minNodes", {"parallelism.elastic.minNodes": 2}),

@@ -74,7 +74,6 @@ WIDE = {"method.lora.autocastAdapterDtype": True, F + "useOrigParams": True}
 V1, V2 = TWO | {F + "version": 1}, TWO | {F + "version": 2}
 LOHA, ALONE = {"method.type": "LoHa", "merge.enabled": False}, {"merge.enabled": False}
 ORDERED = {"training.reduction": "Ordered"}
-FP8 = {"training.fp8": True, "training.compile": True}
 MIN_NODES = "parallelism.elastic.minNodes"
 ELASTIC = {"parallelism.nodes": 2, MIN_NODES: 1}
 DORA, QLORA, FULL = {"method.type": "DoRA"}, {"method.type": "QLoRA"}, {"method.type": "Full"}
@@ -366,16 +365,6 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         {"training.compile": True, "training.activationCheckpointing": "Full"},
         None,
     ),
-    *(
-        ("fp8-not-possible", FP8 | beyond, FP8 | near, None)
-        for beyond, near in (
-            (FULL, DORA),
-            (QLORA, {"method.type": "IA3"}),
-            ({"training.precision": "fp32"}, {"training.precision": "bf16"}),
-        )
-    ),
-    ("fp8-without-compile", {"training.fp8": True}, FP8, None),
-    ("fp8-without-compile", {"training.fp8": True, "training.compile": False}, {"training.compile": False}, None),
     *(
         ("ordered-reduction-not-possible", V2 | ORDERED | beyond, V2 | ORDERED | near, None)
         for beyond, near in (

@@ -209,12 +209,6 @@ CASES: list[tuple[str, str, str, Spec]] = [
     ("attention-not-supported", "gpt_oss", "bfloat16", {"model.attention": "sdpa", LORA + "targetModules": ["q_proj"]}),
     ("attention-not-supported", "gemma2", "bfloat16", {"model.attention": "varlen"}),
     (
-        "fp8-not-possible",
-        "llama",
-        "bfloat16",
-        {LORA + "targetModules": ["q_proj"], "training.fp8": True, "training.precision": "fp32"},
-    ),
-    (
         "activation-checkpointing-not-supported",
         "gpt_neox_japanese",
         "bfloat16",
