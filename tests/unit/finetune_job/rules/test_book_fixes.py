@@ -136,14 +136,11 @@ FINDINGS: dict[str, Written] = {
     "lora-settings-misplaced": none("method.lora"),
     "method-settings-misplaced": none("method.settings"),
     "method-not-supported": (E, "method.type", {"method.type": "LoRA", "method.settings": None}),
-    "method-in-one-unit": (W, "method.type", {"method.type": "LoRA", "method.settings": None}),
-    "method-merge-setting": (E, "method.settings", {"method.settings.saveIndices": True}),
     "method-setting-unknown": (E, "method.settings", {"method.settings.R": None, "method.settings.r": 8}),
     "method-setting-type": (E, "method.settings", {"method.settings.r": 8}),
     "method-setting-range": (E, "method.settings", {"method.settings.r": None}),
     "method-settings-conflict": (E, "method.settings", {"method.settings.r": None}),
     "method-setting-on-one-rank-only": (E, "method.settings", {"method.settings.moduleDropout": None}),
-    "method-setting-not-mergeable": (E, "method.settings", {"method.settings.sampleAtInference": None}),
     "no-effect-method-setting": (W, "method.settings", {"method.settings.moduleDropout": None}),
     "lora-dropout-range": none(LORA + "loraDropout"),
     "lora-plus-ratio-range": none(LORA + "loraPlusRatio"),
@@ -363,11 +360,16 @@ def test_the_finding_is_as_written_down(rule):
         ),
         ("steps-too-large", lora(loraPlusRatio="1000") | {RATE: "2e-3"}, none(RATE, W)),
         ("steps-too-large", lora(loraPlusRatio="10000") | {RATE: "2e-4"}, none(LORA + "loraPlusRatio", W)),
+        (
+            "method-not-supported",
+            {"method.type": "TinyLoRA", "method.settings.u": 4},
+            (E, "method.type", {"method.type": "VeRA", "method.settings": None}),
+        ),
         # Neither fix may ask for what the other one speaks against.
         ("elastic-needs-ordered-reduction", V2 | ELASTIC | lora(bias="all"), none("parallelism.elastic")),
         (
             "ordered-reduction-not-possible",
-            V2 | ELASTIC | ORDERED | {"method.type": "VBLoRA"},
+            V2 | ELASTIC | ORDERED | {"method.type": "VeRA"},
             (E, "training.reduction", {"training.reduction": None, "parallelism.elastic": None}),
         ),
         (

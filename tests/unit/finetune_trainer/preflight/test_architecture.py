@@ -236,8 +236,9 @@ def test_element_types_that_the_stored_weights_decide(tmp_path: Path, stored: st
     assert set(errors(made, declared(tmp_path / "model", "llama", stored))) == wanted
 
 
-def test_a_setting_that_the_method_does_not_have_is_said_to_be_unset(tmp_path: Path) -> None:
-    """PEFT asks for targets where it has no choice of its own, also for a method that takes none."""
-    _, findings = check_model(plan({"type": "Poly"}, ranks=1), declared(tmp_path, "mamba"))
-    (conflict,) = (finding for finding in findings if finding.rule == "model-settings-conflict")
-    assert (conflict.field, conflict.value) == ("spec.method.settings.targetModules", "unset")
+def test_a_method_that_an_earlier_release_supported_is_refused(tmp_path: Path) -> None:
+    """A plan that such a release froze names it."""
+    _, findings = check_model(plan({"type": "FourierFT"}, ranks=1), declared(tmp_path, "llama"))
+    (conflict,) = (finding for finding in findings if finding.severity == "error")
+    assert (conflict.rule, conflict.field) == ("model-settings-conflict", "spec.method.type")
+    assert conflict.message.startswith("FourierFT is not supported: it draws a permutation of every weight matrix")
