@@ -16,7 +16,7 @@ from finetune_trainer.ranks.gang import Gang
 
 ATTENTION = {"cuda": (4, 32, 4096, 128), "cpu": (1, 2, 64, 16)}
 """Rows, heads, tokens of a document, values of a head."""
-KERNELS, ROUNDS = 200, 5
+ROUNDS = 5
 
 
 def calibration_rows(device: torch.device) -> list[dict[str, object]]:
@@ -29,11 +29,10 @@ def calibration_rows(device: torch.device) -> list[dict[str, object]]:
         ("attention", _attention_flops(device), flops, ASSUMED.attention),
         ("memory", reached.memory, memory, ASSUMED.memory),
     ]
-    rows: list[dict[str, object]] = [
+    return [
         {"part": name, "reached": value, "share": None if peak is None else value / peak, "assumed": assumed}
         for name, value, peak, assumed in found
     ]
-    return [*rows, {"part": "launch_seconds", "reached": _launch_seconds(device), "assumed": ASSUMED.launch_seconds}]
 
 
 def _attention_flops(device: torch.device) -> float:
@@ -50,19 +49,6 @@ def _attention_flops(device: torch.device) -> float:
 
     pairs = rows * heads * length**2 / 2
     return 2 * (FORWARD_OF_ATTENTION + BACKWARD_OF_ATTENTION) * pairs * size / _shortest(both, device)
-
-
-def _launch_seconds(device: torch.device) -> float:
-    """Of a kernel that computes nothing to speak of, autograd's part included: forward one, backward one."""
-    start = torch.ones(1, device=device, requires_grad=True)
-
-    def chain() -> None:
-        values = start
-        for _ in range(KERNELS):
-            values = values * 1.0
-        torch.autograd.backward(values)
-
-    return _shortest(chain, device) / (2 * KERNELS)
 
 
 def _shortest(work: Callable[[], None], device: torch.device) -> float:

@@ -176,7 +176,6 @@ def recomputes(size: str) -> bool:
 OURS: dict[str, dict[str, Any]] = {
     "ours": {},
     "compiled": {"compile": True},
-    "fp8": {"compile": True, "fp8": True},
     "deterministic": {"deterministic": True},
 }
 """Fields of `spec.training`."""

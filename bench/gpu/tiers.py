@@ -262,9 +262,7 @@ TIERS = {
     "calibration": Tier(calibration, 30, "which part of its published peaks a device reaches"),
     "throughput": Tier(throughput, 420, "tokens per second and MFU of an 8B Llama at 4,096 packed tokens, next to TRL"),
     "waits": Tier(waits, 60, "that torch raises nothing if each wait of a step for the device but one is an error"),
-    "paths": Tier(
-        paths, 150, "the kernels of compiled layers, FP8, 4 bits, adapters and experts, and how far they are from float32"
-    ),
+    "paths": Tier(paths, 150, "the kernels of compiled layers, 4 bits, adapters and experts, and how far they are from float32"),
     "resume": Tier(resume, 120, "equal bytes after SIGKILL with deterministic kernels, and the time that these take"),
     "methods": Tier(methods, 150, "LoRA, QLoRA, DoRA and Full in bfloat16 over NCCL, under FSDP 1 and 2"),
     "out-of-memory": Tier(out_of_memory, 60, "torch's own error of a device without memory, and its failure class"),
@@ -275,7 +273,7 @@ TIERS = {
         verification, 90, "how long a device takes to compare a merged model's logits, and how near they are there"
     ),
     "stall": Tier(stall, 90, "NCCL's operations that never end, and its flight recorder, which take a second GPU"),
-    "settings": Tier(settings, 330, "tokens per second of the same with products in FP8, and with deterministic kernels"),
+    "settings": Tier(settings, 165, "tokens per second of the same with deterministic kernels"),
     "long": Tier(long, 330, "the same at 32,768 tokens"),
     "longest": Tier(longest, 300, "the same at 131,072 tokens"),
 }

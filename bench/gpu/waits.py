@@ -23,7 +23,6 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, DoRA": ("llama", {"method": "DoRA"}),
     "llama, Full": ("llama", {"method": "Full"}),
     "llama, dropout": ("llama", {"dropout": "0.1"}),
-    "llama, FP8": ("llama", {"fp8": True}),
 }
 """What has no mask; for one transformers looks at the positions of each batch."""
 

@@ -40,8 +40,6 @@ MODELS = {"llama-70b": LLAMA_70B, "mixtral-8x22b": MIXTRAL_8X22B, "qwen3-235b": 
 SUPPORTED = tuple(kind.value for kind, method in METHODS.items() if not method.refused)
 SETTINGS: dict[str, dict[str, Any]] = {
     "OFT": {"oftBlockSize": 32, "r": 0},
-    "UniLoRA": {"saveIndices": True},
-    "TinyLoRA": {"weightTying": "1"},
     "TrainableTokens": {"tokenIndices": [1, 2, 3]},
 }
 """Where PEFT's defaults do not fit the method's own rules, or the merge."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from importlib import import_module
 
-from finetune_job.methods import METHODS, Method
+from finetune_job.methods import METHODS
 from finetune_job.rules.book import RULES
 from finetune_job.rules.cel import conditions_of
 from finetune_job.rules.cel.condition import TRANSITIONS
@@ -109,24 +108,14 @@ def _versions() -> str:
 
 
 def _methods() -> str:
-    rows = [
-        f"| `{kind}` | `{method.family.value}` | {_merged(method)} | {_verdict(method)} |" for kind, method in METHODS.items()
+    rows = [f"| `{kind}` | `{method.family.value}` |" for kind, method in METHODS.items() if not method.refused]
+    head = [
+        "## Methods\n",
+        "The others of PEFT, and why they are not supported, are in [methods.md](methods.md).\n",
+        "| `spec.method.type` | settings |",
+        "|---|---|",
     ]
-    head = ["## Methods\n", "| `spec.method.type` | settings | merged | |", "|---|---|---|---|"]
     return "\n".join([*head, *rows, ""])
-
-
-def _merged(method: Method) -> str:
-    if method.refused:
-        return "no"
-    needed = [f"`{each.name}: {json.dumps(each.value)}`" for each in method.merge_settings if not each.is_default]
-    return f"yes, with {' and '.join(needed)}" if needed else "yes"
-
-
-def _verdict(method: Method) -> str:
-    if method.refused:
-        return f"refused: {method.refused}"
-    return f"trains, in one unit: {method.one_unit}" if method.one_unit else "trains"
 
 
 def _mark(row: FsdpField, version: int) -> str:

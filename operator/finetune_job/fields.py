@@ -59,7 +59,6 @@ DEVICES = {
     "spec.training.microBatchSize": "unset: by the memory of a GPU, or by a rank's share of the pod's",
     "spec.training.activationCheckpointing": "unset: by the memory of a GPU, or by a rank's share of the pod's",
     "spec.training.compile": "CPU: the image needs a C++ compiler",
-    "spec.training.fp8": "GPU: Ada, Hopper, Blackwell and later of NVIDIA; CPU: rounded in the same way, and slower",
     "spec.checkpoint.asynchronous": "GPU: the copy is in pinned memory of the node; CPU: in the same memory as the model",
 }
 """Path in a FineTuneJob -> what differs."""

@@ -18,7 +18,7 @@ from finetune_job.peft_settings import SETTINGS
 TARGETS = "targetModules"
 TRAINED_ROWS_SETTING = "tokenIndices"
 """Of TrainableTokens."""
-PATTERNS = ("rankPattern", "alphaPattern", "nFrequencyPattern", "blockSizePattern", "lambdaPattern")
+PATTERNS = ("rankPattern", "alphaPattern")
 """Mappings whose keys are regular expressions on the end of a name."""
 
 

@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any
 
 from finetune_job.api.method import MethodType
+from finetune_job.unsupported_methods import UNSUPPORTED
 
 INSIDE_PEFT = "base_model.model."
 """How the names of a base's modules begin in a model that PEFT has put adapters on, and in the files of adapters."""
@@ -27,20 +28,6 @@ class Family(Enum):
     """No adapter, no settings."""
     LORA = "method.lora"
     OTHER = "method.settings"
-
-
-@dataclass(frozen=True)
-class MergeSetting:
-    """A setting of a method that decides whether its adapter can be merged."""
-
-    name: str
-    """As `method.settings` has it."""
-    peft_name: str
-    value: bool | str
-    """What it has to be; a fraction is a string."""
-    is_default: bool
-    """Whether PEFT's own default is that value."""
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -68,11 +55,6 @@ class Needs:
     """Whether FSDP 1 must not cast its parameters to 16 bits, so that autocast casts the operands of products instead."""
     computes_with_buffers: bool = False
     """Whether it multiplies by buffers, such as random projections, which FSDP 2 does not cast: autocast does."""
-    overflows_float16: bool = False
-    """Whether its layers need float32 if the rest of the model computes in float16."""
-    decomposes_base: bool = False
-    """Whether it decomposes the base's weights wherever the adapter is loaded, so that they may not be rounded for the
-    training."""
     one_rank_settings: tuple[OneRankSetting, ...] = ()
 
 
@@ -85,12 +67,8 @@ class Method:
     """PEFT's name; None: no adapter."""
     targets_all_linear: bool = True
     """Whether it adapts every linear layer where the user names no modules; otherwise PEFT's own choice for the model."""
-    merge_settings: tuple[MergeSetting, ...] = ()
-    """What a merge needs of the settings."""
-    one_unit: str = ""
-    """Why its layers cannot be FSDP units of their own, so that every rank gathers the whole model; empty: they can."""
     refused: str = ""
-    """Why it is not supported at all; empty: it is, and its adapter can be merged into the base, or needs no merge."""
+    """Why it is not supported; empty: it is, and its adapter can be merged into the base, or needs no merge."""
     packs_base: bool = False
     """Whether the base is quantised while it trains."""
     needs: Needs = Needs()
@@ -107,29 +85,9 @@ class Method:
         return next((each for each in self.needs.one_rank_settings if (settings.get(each.name) or 0) > 0), None)
 
 
-_SHARED = "its layers share one trained parameter, which two FSDP units cannot both hold"
-_PROMPT = (
-    "it puts virtual tokens before each sequence, which shift the labels, and which only the first of the documents packed "
-    "into a sequence would see"
-)
-_PREFIX = (
-    "it puts virtual tokens before the keys of each sequence, which only the first of the documents packed into it would see"
-)
-_OWN_ATTENTION = (
-    "it replaces the model's attention by code of PEFT's own, which there is for Llama, Mistral and GPT-2 alone, and which no "
-    "weights can stand for: its adapter cannot be merged"
-)
-
-
-def _other(kind: MethodType, *, targets_all_linear: bool = True, one_unit: str = "", refused: str = "") -> Method:
+def _other(kind: MethodType, *, targets_all_linear: bool = True, refused: str = "") -> Method:
     return Method(
-        Family.OTHER,
-        kind.name,
-        targets_all_linear=targets_all_linear,
-        merge_settings=_MERGE_SETTINGS.get(kind, ()),
-        one_unit=one_unit,
-        refused=refused,
-        needs=_NEEDS.get(kind, Needs()),
+        Family.OTHER, kind.name, targets_all_linear=targets_all_linear, refused=refused, needs=_NEEDS.get(kind, Needs())
     )
 
 
@@ -147,59 +105,8 @@ _NEEDS = {
     MethodType.LOHA: Needs(one_rank_settings=(_DROPS_MODULES,)),
     MethodType.LOKR: Needs(one_rank_settings=(_DROPS_MODULES,)),
     MethodType.OFT: Needs(trains_leaves=True, one_rank_settings=(_CONSTRAINED,)),
-    MethodType.PSOFT: Needs(trains_leaves=True, decomposes_base=True),
     MethodType.LN_TUNING: Needs(trains_leaves=True, trains_base_modules=True),
-    MethodType.DELORA: Needs(computes_with_buffers=True, overflows_float16=True),
-    **dict.fromkeys(
-        (MethodType.VERA, MethodType.PVERA, MethodType.TINYLORA, MethodType.UNILORA), Needs(computes_with_buffers=True)
-    ),
-}
-_MERGE_SETTINGS = {
-    MethodType.SUPERTUNING: (
-        MergeSetting(
-            "savePrecomputedIndices",
-            "save_precomputed_indices",
-            value=True,
-            is_default=True,
-            reason="without it the adapter does not say which weights it changes; PEFT computes that again from the base's "
-            "weights, and in another element type chooses others",
-        ),
-    ),
-    MethodType.UNILORA: (
-        MergeSetting(
-            "saveIndices",
-            "save_indices",
-            value=True,
-            is_default=False,
-            reason="without it the adapter does not say which of the shared values a layer uses; PEFT draws that for all at once",
-        ),
-    ),
-    MethodType.TINYLORA: (
-        MergeSetting(
-            "weightTying",
-            "weight_tying",
-            value="1",
-            is_default=False,
-            reason="otherwise the adapter does not say which of its vectors belongs to which layer: they are numbered in the "
-            "order in which the model's code makes its layers",
-        ),
-        MergeSetting(
-            "saveProjection",
-            "save_projection",
-            value=True,
-            is_default=True,
-            reason="without it PEFT draws a layer's projection by its number, which the adapter does not hold",
-        ),
-    ),
-    MethodType.WAVEFT: (
-        MergeSetting(
-            "proportionalParameters",
-            "proportional_parameters",
-            value=False,
-            is_default=True,
-            reason="the number of a layer's values then follows from the sizes of all adapted layers together",
-        ),
-    ),
+    MethodType.VERA: Needs(computes_with_buffers=True),
 }
 _DORA = Needs(trains_leaves=True, magnitudes=True, reads_adapters_outside_units=True, leaves_casts_to_autocast=True)
 METHODS: dict[MethodType, Method] = {
@@ -221,74 +128,14 @@ METHODS: dict[MethodType, Method] = {
             MethodType.OFT,
             MethodType.BOFT,
             MethodType.HRA,
-            MethodType.FOURIERFT,
             MethodType.MISS,
-            MethodType.HIRA,
-            MethodType.SHIRA,
-            MethodType.C3A,
-            MethodType.WAVEFT,
-            MethodType.DELORA,
-            MethodType.GRALORA,
-            MethodType.ROAD,
-            MethodType.GLORA,
-            MethodType.PVERA,
-            MethodType.PSOFT,
-            MethodType.PEANUT,
-            MethodType.SUPERTUNING,
-            MethodType.DEFT,
         )
     },
     **{
         kind: _other(kind, targets_all_linear=False)
-        for kind in (MethodType.IA3, MethodType.LN_TUNING, MethodType.BEFT, MethodType.TRAINABLE_TOKENS)
+        for kind in (MethodType.IA3, MethodType.LN_TUNING, MethodType.TRAINABLE_TOKENS)
     },
-    **{kind: _other(kind, one_unit=_SHARED) for kind in (MethodType.VBLORA, MethodType.UNILORA, MethodType.TINYLORA)},
-    **{
-        kind: _other(kind, refused=_PROMPT)
-        for kind in (
-            MethodType.PROMPT_TUNING,
-            MethodType.MULTITASK_PROMPT_TUNING,
-            MethodType.P_TUNING,
-            MethodType.CPT,
-        )
-    },
-    **{kind: _other(kind, refused=_PREFIX) for kind in (MethodType.PREFIX_TUNING, MethodType.CARTRIDGE)},
-    MethodType.ADAPTION_PROMPT: _other(MethodType.ADAPTION_PROMPT, refused=_OWN_ATTENTION),
-    MethodType.ADALORA: _other(
-        MethodType.ADALORA,
-        refused="after every step it moves ranks between layers, with a state of its own that no checkpoint holds; without that "
-        "its matrices stay at their first rank",
-    ),
-    MethodType.XLORA: _other(
-        MethodType.XLORA, refused="it mixes adapters that have already been trained, and computes every batch twice"
-    ),
-    # Its gradients are not those of a document alone, by up to a tenth of their norm: tests/sweep, with and without packing.
-    MethodType.LILY: _other(
-        MethodType.LILY,
-        refused="its layers choose among their matrices by the mean over all tokens of a batch: a document is computed with what "
-        "is packed or padded next to it, and with its own later tokens, which are not there when the model generates",
-    ),
-    # Measured with 8 layers of 1024 x 1024 random float32 weights.
-    MethodType.FROD: _other(
-        MethodType.FROD,
-        refused="its file lacks the matrices that belong to its projections: PEFT makes them again from the base's weights "
-        "wherever "
-        "the adapter is loaded, and with two threads instead of one they come out so different that the weights are off by 9 %",
-    ),
-    MethodType.RANDLORA: _other(
-        MethodType.RANDLORA, refused="its weights after a few steps depend on the number of ranks, by far more than rounding"
-    ),
-    MethodType.OSF: _other(
-        MethodType.OSF,
-        refused="it projects each gradient with the whole matrix, of which a rank has a part: two ranks end elsewhere than one",
-    ),
-    MethodType.ADAMSS: _other(
-        MethodType.ADAMSS, refused="it clusters the weights with scikit-learn, which the trainer image does not have"
-    ),
-    MethodType.SHADOW: _other(
-        MethodType.SHADOW, refused="it hands other objects than tensors from layer to layer, which losses and FSDP cannot read"
-    ),
-    MethodType.POLY: _other(MethodType.POLY, refused="it wants the number of a task with each record, which records do not have"),
+    **{kind: _other(kind, refused=each.reason) for kind, each in UNSUPPORTED.items()},
 }
 """Every method that a manifest can name."""
 

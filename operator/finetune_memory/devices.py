@@ -23,14 +23,7 @@ class Device:
     """Bytes per second, in one direction, to the other devices of a machine."""
     capacity: int
     """Bytes of memory that programs can have."""
-    fp8_flops: float | None = None
-    """The same of products in E4M3; None: it has none, or those of another form."""
 
-
-FP8_SPEED = 2
-"""Times the operations of 16 bits, by every data sheet that has both."""
-_WITHOUT_FP8 = re.compile(r"\b(A100|A800|A40|A30|A10G|A10|RTX A6000|RTX 3090|MI300X|MI325X)\b")
-"""Ampere; and AMD's first FP8, which has no negative zero and other largest values."""
 
 _DEVICES: tuple[tuple[re.Pattern[str], float, float, float, int], ...] = (
     # NVIDIA data sheets give some figures with structured sparsity only; those are halved. Cards without NVLink send over PCIe.
@@ -71,42 +64,38 @@ shows as the total; of a name that several sizes bear, the smallest."""
 
 @dataclass(frozen=True)
 class Calibration:
-    """Which part of a peak is reached."""
+    """Which share of a peak training reaches."""
 
     flops: float
-    """By large matrix products."""
+    """Share of the operations, in large matrix products."""
     attention: float
-    """Of the same peak, by fused attention, forward and backward together."""
+    """Share of the operations, in fused attention, forward and backward together."""
     memory: float
-    """By kernels that compute little with what they read and write."""
+    """Share of the memory's bytes, in kernels that compute little with what they read and write."""
     link: float
-    """By collectives."""
-    launch_seconds: float
-    """That the host takes for each kernel which it starts, autograd included."""
+    """Share of the link's bytes, in collectives."""
 
 
-ASSUMED = Calibration(flops=0.7, attention=0.4, memory=0.55, link=0.7, launch_seconds=12.5e-6)
-"""With these an 8B LoRA on an H200 is calculated within 4 % of what it took, compiled or not (bench/results/gpu/speed.json).
+ASSUMED = Calibration(flops=0.7, attention=0.4, memory=0.55, link=0.7)
+"""With these an 8B LoRA on an H200 is calculated within 5 % of what it took, compiled or not (bench/results/gpu/speed.json).
 
-Kernels alone reach more, as `python -m bench.gpu.check calibration` shows (bench/results/gpu/calibration.json): a device that
-works for seconds is slower than for milliseconds, and kernels of eager mode are not all as fast as a copy. The part of attention
-is assumed still: torch 2.11 took flash attention there, at about half of it, and later versions take cuDNN's kernel where they
-can. The part of links was not measured.
+The share of attention is assumed still: torch 2.11 took flash attention there, at about half of it, and later versions take
+cuDNN's kernel where they can. The share of links was not measured.
 """
-KERNELS = Calibration(flops=0.841, attention=0.478, memory=0.871, link=0.7, launch_seconds=12.5e-6)
-"""What kernels alone reached on that H200. Of another device they tell what steps will take there, if training loses as much."""
+_KERNELS_OF_H200 = Calibration(flops=0.841, attention=0.478, memory=0.871, link=0.7)
+"""What kernels alone reached on that H200 (bench/results/gpu/calibration.json), which is more than they reach in training."""
 NETWORK_BYTES_PER_SECOND = 25e9
 """Assumed between machines, for each device: 200 Gbit/s."""
 
 
-def calibrated(measured: Calibration) -> Calibration:
-    """What training reaches on a device on which kernels alone reach so much. Links are not measured, and are assumed."""
+def calibrated(flops: float, attention: float, memory: float) -> Calibration:
+    """What training reaches on a device on which kernels alone reach these shares, if it loses there as much as on the H200."""
+    kernels = _KERNELS_OF_H200
     return Calibration(
-        flops=ASSUMED.flops * measured.flops / KERNELS.flops,
-        attention=ASSUMED.attention * measured.attention / KERNELS.attention,
-        memory=ASSUMED.memory * measured.memory / KERNELS.memory,
+        flops=ASSUMED.flops * flops / kernels.flops,
+        attention=ASSUMED.attention * attention / kernels.attention,
+        memory=ASSUMED.memory * memory / kernels.memory,
         link=ASSUMED.link,
-        launch_seconds=ASSUMED.launch_seconds * measured.launch_seconds / KERNELS.launch_seconds,
     )
 
 
@@ -120,5 +109,5 @@ def device_of(name: str) -> Device | None:
         return None
     for pattern, flops, memory, link, gibibytes in _DEVICES:
         if pattern.search(words):
-            return Device(name, flops, memory, link, gibibytes << 30, None if _WITHOUT_FP8.search(words) else FP8_SPEED * flops)
+            return Device(name, flops, memory, link, gibibytes << 30)
     return None

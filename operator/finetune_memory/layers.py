@@ -1,7 +1,7 @@
 """ModelShape -> its layers, with the parts of each by their roles: linear layers and their adapters, norms, experts.
 
 Roles of modules are known by their last names and by the shapes of their weights, so that layers of other models find their
-place, too. activations.py says what these parts keep, pace.py and elementwise.py how long they take; describe.py asks for the
+place, too. activations.py says what these parts keep, pace.py how long they take; describe.py asks for the
 names of the layers.
 """
 

@@ -7,7 +7,7 @@ PEFT's layers hold it would be multiplied in float32, unless the whole job is sa
 from __future__ import annotations
 
 from finetune_job.api.enumerations import Dtype
-from finetune_job.api.method import MethodType, QuantStorage
+from finetune_job.api.method import QuantStorage
 from finetune_job.api.training import Precision
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.run_plan import PRECISION_FIELD, Choice, RunPlan
@@ -30,10 +30,6 @@ def choose_precision(plan: RunPlan, stored: str) -> tuple[Choice, ...]:
 
 
 def _may_be_cast(plan: RunPlan) -> bool:
-    """Whether FSDP would leave packed weights what they are: of another floating type it converts them like numbers. And a
-    spectrum: it would round FourierFT's, which autocast leaves in float32, and several ranks would train another model than one.
-    """
-    if plan.method.type is MethodType.FOURIERFT:
-        return False
+    """Whether FSDP would leave packed weights what they are: of another floating type it converts them like numbers."""
     quantization = plan.method.quantization
     return quantization is None or quantization.quant_storage in (None, QuantStorage.UINT8, QuantStorage.BFLOAT16)

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 import torch
-from peft import HiraConfig, IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, PeftConfig, RoadConfig, VeraConfig
+from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, PeftConfig, VeraConfig
 
 from tests.merge_matrix.architectures import ARCHITECTURES, Architecture
 
@@ -205,8 +205,6 @@ OTHER_METHODS = (
     Method("lokr", lambda a: [LoKrConfig(r=3, alpha=5, target_modules=_attention(a))], _has_no_conv1d),
     Method("oft", lambda a: [OFTConfig(r=0, oft_block_size=8, target_modules=_attention(a))], _has_no_conv1d),
     Method("vera", lambda a: [VeraConfig(r=8, target_modules=_attention(a))]),
-    Method("hira", lambda a: [HiraConfig(r=6, target_modules=_attention(a))]),
-    Method("road", lambda a: [RoadConfig(group_size=8, target_modules=_attention(a))], _has_no_conv1d),
 )
 """Methods outside LoRA's family, which PEFT's own layers merge."""
 

@@ -1,4 +1,4 @@
-"""Adapters outside LoRA's family in FSDP units, in our trainer: apart from the base, next to it, or shared by all layers."""
+"""Adapters outside LoRA's family in FSDP units, in our trainer: apart from the base, or next to it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ import torch
 from tests.pitfalls.manifests import plans
 from tests.pitfalls.our_ranks import Trained, plan_of, train
 from tests.support.method_settings import SETTINGS
-from tests.support.tiny_model import LAYERS, write_tiny_llama
+from tests.support.tiny_model import write_tiny_llama
 
 F = "parallelism.fsdp."
 PAIR = {"parallelism.processesPerNode": 2}
 FIRST = {**PAIR, F + "version": 1}
 FLAT = {**FIRST, F + "useOrigParams": False}
 LEAVES = {**FIRST, F + "peftWrapPolicy": True}
-SMALL = {F + "autoWrapPolicy": "SIZE_BASED_WRAP", F + "minNumParams": 1}
-SMALLEST = {"PEANuT-1": {**FIRST, **SMALL}, "PEANuT-2": {**PAIR, **SMALL}, "PEANuT-leaves": {**LEAVES, F + "useOrigParams": True}}
-PARTED = {"OFT": LEAVES, "PSOFT": LEAVES, "LNTuning": LEAVES, "GLoRA": {**FLAT, **SMALL}}
+PARTED = {"OFT": LEAVES, "LNTuning": LEAVES}
 TOLERANCE = 1e-5
 
 
@@ -29,7 +27,6 @@ def method(name: str) -> dict[str, Any]:
 
 
 UNIT = plans("fsdp1-adapter-unit", {**method("LoHa"), **FLAT})
-SHARED = plans("method-in-one-unit", {**method("VBLoRA"), **PAIR})
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +37,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pair(base: Path) -> dict[str, Trained]:
     parted = {name: plan_of({**method(name), **fsdp}) for name, fsdp in PARTED.items()}
-    smallest = {name: plan_of({**method("PEANuT"), **fsdp}) for name, fsdp in SMALLEST.items()}
-    return train({"flat": UNIT[0], "LoHa": UNIT[1], "VBLoRA": SHARED[0], "LoRA": SHARED[1], **parted, **smallest}, base)
+    return train({"flat": UNIT[0], "LoHa": UNIT[1], **parted}, base)
 
 
 @pytest.fixture(scope="module")
 def alone(base: Path) -> dict[str, Trained]:
-    return train({name: plan_of(method(name)) for name in ("LoHa", "VBLoRA", "PEANuT", *PARTED)}, base, world_size=1)
+    return train({name: plan_of(method(name)) for name in ("LoHa", *PARTED)}, base, world_size=1)
 
 
 @pytest.mark.reproduces("fsdp1-adapter-unit")
@@ -60,21 +56,6 @@ def test_parameters_that_are_no_modules_need_original_ones(pair: dict[str, Train
 @pytest.mark.parametrize("name", PARTED)
 def test_parameters_in_units_of_their_own_lie_flat(name: str, pair: dict[str, Trained], alone: dict[str, Trained]):
     assert pair[name].distance(alone[name]) < TOLERANCE
-
-
-@pytest.mark.parametrize("name", SMALLEST)
-def test_weights_that_are_read_without_a_call_stay_with_their_layer(
-    name: str, pair: dict[str, Trained], alone: dict[str, Trained]
-):
-    assert pair[name].distance(alone["PEANuT"]) < TOLERANCE
-
-
-@pytest.mark.reproduces("method-in-one-unit")
-def test_layers_that_share_a_parameter_are_no_units(pair: dict[str, Trained], alone: dict[str, Trained]):
-    """`method-in-one-unit`: it trains right, and gathers everything."""
-    assert pair["VBLoRA"].distance(alone["VBLoRA"]) < TOLERANCE
-    assert pair["VBLoRA"].units == 0
-    assert pair["LoRA"].units == LAYERS
 
 
 @pytest.mark.reproduces("fsdp1-adapter-16-bit")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from finetune_job.api.enumerations import MergeBase
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.model.adapters import adapter_config
-from finetune_trainer.weights.errors import UnsupportedAdapterError
 from tests.pitfalls.lab.case import Case
 from tests.pitfalls.lab.expect import fails
 from tests.pitfalls.lab.observe import observe
@@ -83,20 +81,3 @@ def merged(plan: RunPlan, base: Path, directory: Path) -> bool:
     merge_adapter(MergeOptions(base=base, adapters=(adapter,), output=output, dtype=None, max_shard_bytes=1 << 30))
     reference = tiny.peft_merged(base, adapter)
     return all(torch.equal(tensor, reference[name]) for name, tensor in load_file(output / "model.safetensors").items())
-
-
-@pytest.mark.reproduces("method-merge-setting")
-@pytest.mark.parametrize(
-    ("method", "settings"),
-    [
-        ("UniLoRA", {"r": 4, "thetaDLength": 64, "initThetaDBound": "0.2"}),
-        ("TinyLoRA", {"r": 2}),
-        ("WaveFT", {"nFrequency": 50, "proportionalParameters": True}),
-    ],
-)
-def test_adapters_that_do_not_say_which_values_a_layer_uses(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    base = tiny.save_base(tmp_path / "base", tiny.llama(), torch.bfloat16)
-    wrong, right = plans("method-merge-setting", {"method.type": method, "method.settings": settings})
-    with pytest.raises(UnsupportedAdapterError):
-        merged(wrong, base, tmp_path / "wrong")
-    assert merged(right, base, tmp_path / "right")

@@ -96,13 +96,13 @@ def test_names_of_no_module(setting):
 
 
 def test_a_saved_module_inside_an_adapter():
-    """`norm` is also the end of DeLoRA's own `delora_w_norm`."""
-    wrong, right = {"r": 4, "modulesToSave": ["norm"]}, {"r": 4, "modulesToSave": ["model.norm"]}
-    with pytest.raises(TypeError, match="not subscriptable"):
-        get_peft_model(llama(), peft_config("DeLoRA", wrong))(input_ids=tokens())
-    assert "saved-module-inside-adapter" in attached("DeLoRA", wrong)
-    get_peft_model(llama(), peft_config("DeLoRA", right))(input_ids=tokens())
-    assert not attached("DeLoRA", right)
+    """PEFT keeps the adapted layer as `base_layer`."""
+    wrong, right = {"r": 4, "modulesToSave": ["base_layer"]}, {"r": 4, "modulesToSave": ["model.norm"]}
+    model = get_peft_model(llama(), peft_config("LoHa", wrong))
+    trained_whole = [name for name, each in model.named_parameters() if each.requires_grad and "q_proj.base_layer" in name]
+    assert trained_whole
+    assert "saved-module-inside-adapter" in attached("LoHa", wrong)
+    assert not attached("LoHa", right)
 
 
 def test_a_saved_module_named_by_its_end():

@@ -20,7 +20,7 @@ UNSET = "unset"
 STEPS, SAVED_AT, GLOBAL_BATCH = 3, 2, 4
 MODEL_CLAIM, WORKSPACE_CLAIM, RESULTS_CLAIM = "models", "workspace", "results"
 
-FOLLOWED = {MethodType.HIRA: "30", MethodType.IA3: "1"}
+FOLLOWED = {MethodType.IA3: "1"}
 """Learning rates of methods that multiply weights, where steps are as large as the gradients."""
 
 

@@ -34,8 +34,6 @@ UPDATE_ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 5 * 2**-8, torch.float16
 _MANTISSA = {"bfloat16": 8, "float16": 11}
 _FACTORS = (1.1, 1.3, 1.7, 1.9)
 """Of a loss whose gradients are to be rounded again, otherwise each time. No power of two, which would change nothing."""
-NOISY = (MethodType.PVERA,)
-"""Methods that draw noise in every forward pass of the training."""
 QUIET_STEP = SAVED_AT - 1
 """Of a run with dropout, the step in which it drops nothing: the last one before the checkpoint, so that the resumed run, which
 must end on the same bits, draws all its noise."""
@@ -83,11 +81,10 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
     problems += oracle.compare_values(parameters[0], trained, first_bound, "first values")
 
     train = expected.sequences(expected.TRAIN, packs=case.packs, num_added=len(case.added))
-    is_noisy = MethodType(case.of("method")) in NOISY
     drops = "dropout" in case.values and case.of("dropout") not in (UNSET, "0")
-    if is_noisy or drops:
-        evidence.not_compared.append("gradients: the run draws noise" + (f", but in step {QUIET_STEP + 1}" if drops else ""))
-    compared = () if is_noisy else (QUIET_STEP,) if drops else range(SAVED_AT)
+    if drops:
+        evidence.not_compared.append(f"gradients: the run draws noise, but in step {QUIET_STEP + 1}")
+    compared = (QUIET_STEP,) if drops else range(SAVED_AT)
     for step in compared:
         model.take(parameters[step])
         loss, exact = model.gradients(train, step, torch.float32, is_training=not drops)
@@ -112,7 +109,7 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
         found = oracle.compare_gradients(gradients[step], exact, noisy, bits, redrawn)
         problems += [f"step {step + 1}: {problem}" for problem in found[:3]]
         problems += oracle.compare_losses(first[0].losses[step], loss, loss_bound, f"loss of step {step + 1}")
-    if is_noisy or drops:
+    if drops:
         problems += _without_gradient(model, train, parameters, gradients, [s for s in range(STEPS) if s not in compared])
     wanted = replay.replayed(model.model, plan, parameters[0], gradients)
     problems += [

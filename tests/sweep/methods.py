@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
-from finetune_job.methods import METHODS, Family
+from finetune_job.methods import Family, supported
 from tests.sweep.case import Case
 from tests.sweep.covering import products
 
@@ -74,7 +74,7 @@ LORA_ROWS = (
     Row("Full fine-tuning", {"method": "Full"}),
     Row("Full fine-tuning, tied embeddings", {"method": "Full", "architecture": "llama_tied"}),
 )
-OTHER_ROWS = tuple(Row(kind.value, {"method": kind.value}) for kind, method in METHODS.items() if method.family is Family.OTHER)
+OTHER_ROWS = tuple(Row(kind.value, {"method": kind.value}) for kind in supported(Family.OTHER))
 ROWS = (*LORA_ROWS, *OTHER_ROWS)
 
 

@@ -6,9 +6,9 @@ import json
 import sys
 from typing import Any
 
-from finetune_job.methods import METHODS, Family
+from finetune_job.unsupported_methods import UNSUPPORTED
 from tests.sweep.judge import WRONG
-from tests.sweep.methods import LORA_ROWS, OTHER_ROWS, ROWS, VERSIONS
+from tests.sweep.methods import LORA_ROWS, OTHER_ROWS, VERSIONS
 from tests.sweep.record import ROOT, SUMMARY, TABLE
 
 PAGE = ROOT / "docs" / "methods.md"
@@ -41,6 +41,8 @@ def page(summary: dict[str, Any], table: dict[str, Any]) -> str:
             f"| {row.title} | {' | '.join(_cell(table['methods'].get(row.title, {}).get(number)) for number in VERSIONS)} |"
             for row in rows
         ]
+    lines += ["\n## Not supported\n", "| method of PEFT | why | nearest |", "|---|---|---|"]
+    lines += [f"| {kind} | {each.reason} | {each.nearest} |" for kind, each in UNSUPPORTED.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -52,12 +54,6 @@ def _cell(answer: dict[str, str] | None) -> str:
     if "works" in answer:
         return f"works with {answer['works']}"
     return f"refused: {answer['refused']}".replace("|", "\\|")
-
-
-def unlisted() -> list[str]:
-    """Methods that no row speaks of."""
-    listed = {row.values["method"] for row in ROWS}
-    return [kind.value for kind, method in METHODS.items() if kind.value not in listed and method.family is not Family.FULL]
 
 
 def main() -> int:

@@ -23,8 +23,8 @@ FLOAT16_STEP = 2.0**-24
 FLOAT32_STEP = 2.0**-23
 """Of a float32 number: the largest distance to the next, over the number."""
 FEW_ELEMENTS = 16
-"""Up to so many elements of a tensor say little about how large the errors of each are: that of a sum that nearly cancels, such
-as the gradient of DeLoRA's one scale, is one draw, and a lucky one says nothing. Of these the same rounding is drawn again."""
+"""Up to so many elements of a tensor say little about how large the errors of each are: that of a sum that nearly cancels is one
+draw, and a lucky one says nothing. Of these the same rounding is drawn again."""
 _TINY = 1e-12
 
 

@@ -21,7 +21,6 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
-from finetune_job.api.method import MethodType
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.train.batches import global_batch
 from tests.sweep.architectures import DTYPES
@@ -159,13 +158,7 @@ class Plain:
         return float(loss.detach()), found
 
     def _rounded(self, dtype: torch.dtype) -> Any:
-        model = copy.deepcopy(self.model).to(dtype)
-        if self.plan.method.type is MethodType.DELORA:
-            # PEFT's own way: it holds adapters in float32, and DeLoRA's first products are more than float16 holds.
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                if ".delora_" in name:
-                    tensor.data = tensor.data.float()
-        return model
+        return copy.deepcopy(self.model).to(dtype)
 
     def held_out_loss(self, split: Sequence[Packed]) -> float:
         self.model.eval()

@@ -30,7 +30,6 @@ COVERED_BY = {
     "finetune_job/rules/*": "finetune_job/rules/test_book_verdicts.py",
     # Modules whose test has another name.
     "finetune_job/plan/method_plan.py": "finetune_job/plan/test_resolve_model.py",
-    "finetune_job/plan/digest.py": "finetune_job/plan/test_launch_plan_of_other_releases.py",
     "finetune_trainer/verify/head_in_blocks.py": "finetune_trainer/verify/test_streaming.py",
     "finetune_trainer/added_tokens.py": "finetune_trainer/preflight/test_added_tokens.py",
     "finetune_cli/answers.py": "finetune_cli/commands/test_cluster_jobs.py",

@@ -98,7 +98,7 @@ ASKED: dict[str, tuple[Callable[[Path], str], str, str]] = {
         "quantization-bits",
         "set method.quantization.bits to 4",
     ),
-    "prompt learning": (written("method", {"type": "PromptTuning"}), "method-not-supported", "set method.type to one of LoRA"),
+    "prompt learning": (written("method", {"type": "PromptTuning"}), "method-not-supported", "set method.type to LoRA"),
     "training an adapter": (
         written("adapter_name_or_path", "saves/run"),
         "an adapter is not trained further",

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from finetune_cli.exit_codes import ExitCode
-from finetune_memory.devices import ASSUMED, Calibration, Device, calibrated, device_of
+from finetune_memory.devices import Calibration, Device, calibrated, device_of
 
 OPTION = "--calibration"
-_PARTS = ("flops", "attention", "memory")
-_SHORTEST_LAUNCH, _LONGEST_LAUNCH = 1e-9, 1.0
-"""Seconds. Of others no time could be calculated."""
 _NUMBER_OF = re.compile(r"^[0-9]+ x ")
 """Text in front of the device's name."""
 
@@ -28,18 +25,12 @@ class CalibrationError(Exception):
 class _Row(BaseModel):
     """A part, and which share of its published peak is reached."""
 
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
-
-    part: Literal["flops", "attention", "memory", "launch_seconds"]
-    reached: Annotated[float, Field(gt=0)]
-    share: Annotated[float, Field(ge=0.001, le=1.2)] | None = None
+    part: str
+    share: Annotated[float, Field(ge=0.001, le=1.2, allow_inf_nan=False)] | None = None
+    """A device that clocks higher than its data sheet says may reach a little more than its peak."""
 
 
 class _Measured(BaseModel):
-    """The file. A device that clocks higher than its data sheet says may reach a little more than its peak."""
-
-    model_config = ConfigDict(extra="ignore")
-
     device: Annotated[str, Field(min_length=1, max_length=200)]
     problem: str = ""
     rows: Annotated[list[_Row], Field(max_length=100)]
@@ -72,27 +63,16 @@ def read_calibration(text: str) -> MeasuredDevice:
         raise CalibrationError(_text(f"{place}: {first['msg']}" if place else str(first["msg"]))) from error
     if measured.problem:
         raise CalibrationError(f"{OPTION}: the measurement failed: {measured.problem[:200]!r}")
-    for number, row in enumerate(measured.rows):
-        if row.part == "launch_seconds" and not _SHORTEST_LAUNCH <= row.reached <= _LONGEST_LAUNCH:
-            raise CalibrationError(_text(f"rows.{number}.reached: a kernel takes no {row.reached:g} seconds to start"))
     name = _NUMBER_OF.sub("", measured.device)
     # It is shown as it is.
     device = device_of(name) if name.isprintable() else None
     if device is None:
         raise CalibrationError(f"{OPTION}: no peaks of {name!r} are known, of which these would be parts")
     shares = {row.part: row.share for row in measured.rows if row.share is not None}
-    launches = [row.reached for row in measured.rows if row.part == "launch_seconds"]
-    missing = [part for part in _PARTS if part not in shares] + ([] if launches else ["launch_seconds"])
+    missing = [part for part in ("flops", "attention", "memory") if part not in shares]
     if missing:
         raise CalibrationError(_text(f"nothing of {', '.join(missing)} was measured"))
-    kernels = Calibration(
-        flops=shares["flops"],
-        attention=shares["attention"],
-        memory=shares["memory"],
-        link=ASSUMED.link,
-        launch_seconds=launches[0],
-    )
-    return MeasuredDevice(device, calibrated(kernels))
+    return MeasuredDevice(device, calibrated(shares["flops"], shares["attention"], shares["memory"]))
 
 
 def _text(problem: str) -> str:

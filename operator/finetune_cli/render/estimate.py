@@ -130,7 +130,6 @@ def _time_document(job: JobEstimate) -> dict[str, Any]:
         "device": pace.device.name,
         "assumed": asdict(pace.calibration),
         "terms": [{"name": term.name, "seconds": term.seconds, "detail": term.detail} for term in pace.terms],
-        "launchSeconds": pace.launch_seconds,
         "linkSeconds": pace.link_seconds,
         "stepSeconds": pace.step_seconds,
         "tokensPerSecond": pace.tokens_per_second,

@@ -11,7 +11,7 @@ from finetune_job.api.enumerations import Dtype
 
 
 class MethodType(StrEnum):
-    """Fine-tuning methods. finetune_job/methods.py says of each what it can do, and of some why they are refused."""
+    """Fine-tuning methods: those of finetune_job/methods.py, and those that unsupported_methods.py answers with a reason."""
 
     LORA = "LoRA"
     QLORA = "QLoRA"

@@ -99,10 +99,6 @@ class TrainingSpec(ApiModel):
     """Recomputation of activations. Unset: None, or as much as preflight finds that a rank's memory needs."""
     compile: bool = False
     """Compile each layer with torch.compile: on a GPU a quarter more tokens per second, after half a minute of compilation."""
-    fp8: bool = False
-    """Multiply with the base's frozen weights in FP8 (E4M3, a scale for each row), with `compile` and on GPUs of compute
-    capability 8.9 and later. The gradients of the first batch are computed in bfloat16, too, and the run ends before its first
-    step if they point elsewhere."""
     reduction: GradientReduction = GradientReduction.FAST
     """How the gradients of ranks are added up. Ordered: dropout and sums depend on the job's number of ranks alone, so that fewer
     ranks train the same bytes; each rank keeps the whole adapter. For LoRA, QLoRA, DoRA and QDoRA under FSDP 2."""

@@ -142,7 +142,7 @@ EFFECT_ENTRIES = (
         "saved-module-inside-adapter",
         "error",
         "modulesToSave also names a part of an adapter",
-        "PEFT looks for the name inside its own adapters, too, and the first forward pass fails.",
+        "PEFT looks for the name inside its own adapters, too, and trains the adapted layer whole beside its adapter.",
         "Write the end of the full module name, as in model.norm instead of norm",
         f"{_PATTERNS}::test_a_saved_module_inside_an_adapter",
     ),
@@ -338,7 +338,7 @@ EFFECT_ENTRIES = (
         "The trained adapter could not be merged into this base model and verified",
         "The merge would fail after the training was paid for.",
         "Change the adapter's settings as the message says, or set spec.merge.enabled: false",
-        "tests/unit/finetune_trainer/preflight/test_refused_jobs.py::test_a_trained_bias_that_the_base_lacks_is_refused_before_it_is_trained",
+        "tests/unit/finetune_trainer/preflight/test_refused_jobs.py::test_a_base_that_the_verification_cannot_read_is_refused_before_the_training",
     ),
     Entry(
         "verification-within-rounding",

@@ -11,7 +11,6 @@ _SPEED_FIELDS: dict[str, set[str]] = {
         "gradient_accumulation_steps",
         "activation_checkpointing",
         "compile",
-        "fp8",
         "reduction",
         "deterministic",
         "step_timeout_seconds",

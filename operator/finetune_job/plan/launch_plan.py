@@ -22,6 +22,15 @@ class PlanModel(BaseModel):
     """Immutable; unknown fields are errors for a reader of the whole plan."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+    REMOVED: ClassVar[frozenset[str]] = frozenset()
+    """Fields that earlier releases wrote into plans and that no longer mean anything; a reader ignores them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, content: Any) -> Any:
+        if not cls.REMOVED or not isinstance(content, dict):
+            return content
+        return {name: value for name, value in content.items() if name not in cls.REMOVED}
 
 
 class SecretKey(PlanModel):

@@ -7,7 +7,7 @@ those that the user left open.
 """
 
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
@@ -104,6 +104,7 @@ class DataPlan(PlacedData):
 class TrainingPlan(PlanModel):
     """Optimisation."""
 
+    REMOVED: ClassVar[frozenset[str]] = frozenset({"fp8"})
     epochs: int | None
     max_steps: int | None
     global_batch_size: int
@@ -126,7 +127,6 @@ class TrainingPlan(PlanModel):
     """None: as the base is held, and as adapters are held; on a GPU preflight may choose it."""
     activation_checkpointing: ActivationCheckpointing
     compile: bool = False
-    fp8: bool = False
     reduction: GradientReduction = GradientReduction.FAST
     deterministic: bool = False
     step_timeout_seconds: int = 3600

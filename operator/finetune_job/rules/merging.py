@@ -3,65 +3,22 @@
 from __future__ import annotations
 
 from decimal import Decimal
-from typing import Any
 
 from finetune_job.api.enumerations import Dtype, MergeBase
-from finetune_job.api.method import MethodType, is_decimal
+from finetune_job.api.method import MethodType
 from finetune_job.methods import METHODS, Family
-from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, format_value, rule
+from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
 from finetune_job.rules.rule_tables import AT_MOST_1, Range, range_rules
 
 _TYPE = "method.type"
 _SETTINGS = "method.settings"
 _MERGE = "merge.enabled"
-_MERGED = "this product: tests/unit/finetune_trainer/merge/test_non_lora.py"
 _PEFT = "peft 0.21"
 _BASE = "merge.base"
 _DTYPE = "merge.dtype"
 _DIVERGENCE = "merge.verify.maxKlDivergence"
 _LEAST_DIVERGENCE = Decimal("1e-17")
 """Right merges into float32, which rounds least, of models of two layers after three steps have 1e-16 to 6e-16."""
-
-
-@rule(
-    "method-merge-setting",
-    "Some adapters can be merged only where they say enough",
-    reads=(_TYPE, _SETTINGS, _MERGE),
-    sources=(_MERGED, "peft: peft/tuners/unilora/model.py, tinylora/model.py"),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_merging.py::test_adapters_that_do_not_say_which_values_a_layer_uses",
-        "UnsupportedAdapterError, after the training: the adapter does not say which values belong to a layer",
-    ),
-    holds_for=_PEFT,
-)
-def method_merge_setting(context: RuleContext) -> Problem | None:
-    spec = context.spec
-    if not spec.merge.enabled:
-        return None
-    written = spec.method.settings or {}
-    for needed in METHODS[spec.method.type].merge_settings:
-        if needed.name in written and _has_value(written[needed.name], needed.value):
-            continue
-        if needed.name not in written and needed.is_default:
-            continue
-        wanted = format_value(needed.value) if isinstance(needed.value, bool) else f'"{needed.value}"'
-        return Problem(
-            field=_SETTINGS,
-            value=f"{needed.name} unset"
-            if needed.name not in written
-            else f"{needed.name}: {format_value(written[needed.name])}",
-            message=f"a {spec.method.type} adapter can be merged only where {needed.name} is {wanted}: {needed.reason}",
-            fix=f"set {_SETTINGS}.{needed.name} to {wanted}, or {_MERGE} to false",
-            changes={f"{_SETTINGS}.{needed.name}": needed.value},
-        )
-    return None
-
-
-def _has_value(written: Any, needed: bool | str) -> bool:
-    if isinstance(needed, bool) or isinstance(written, bool):
-        return written is needed
-    text = str(written)
-    return is_decimal(text) and Decimal(text) == Decimal(needed)
 
 
 @rule(
@@ -213,7 +170,6 @@ RANGES = (
     ),
 )
 RULES = (
-    method_merge_setting,
     merge_dtype_overflow,
     *range_rules(__name__, RANGES),
     verification_divergence_zero,

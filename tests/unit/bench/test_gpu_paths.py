@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from bench.gpu import paths
 from bench.gpu.scale import Rows, Scale
-from finetune_trainer.model import fp8_products, variable_length
+from finetune_trainer.model import variable_length
 
 CPU = torch.device("cpu")
 
@@ -19,7 +18,7 @@ def test_every_switch_of_the_fast_path_is_tried() -> None:
     plans = [path.plan(may_compile=True) for path in paths.PATHS.values()]
     assert {plan.model.attention.value for plan in plans} == {"varlen", "sdpa"}
     assert {plan.method.lora is not None and plan.method.lora.fused_forward for plan in plans} == {True, False}
-    assert {plan.training.compile for plan in plans} == {plan.training.fp8 for plan in plans} == {True, False}
+    assert {plan.training.compile for plan in plans} == {True, False}
     assert {plan.method.type.value for plan in plans} == {"LoRA", "QLoRA", "DoRA", "Full"}
 
 
@@ -48,14 +47,3 @@ def test_a_path_that_is_wrong_on_the_device_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(paths, "_gradients", gradients)
     monkeypatch.setattr(paths, "QUICK", ("LoRA",))
     assert paths.paths(Scale(CPU, 0, is_quick=True), []) == problem
-
-
-def test_fp8_has_a_bound_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    original: Callable[..., Any] = fp8_products.rounded
-    (row,) = paths.path_rows(CPU, ["FP8"])
-    assert row["is_within_bound"]
-    assert row["distance"] > paths.ROUNDING  # type: ignore[operator]
-    # Scales that are half as large as they should be.
-    monkeypatch.setattr(fp8_products, "rounded", lambda matrix: (original(matrix)[0], original(matrix)[1] / 2))
-    (row,) = paths.path_rows(CPU, ["FP8"])
-    assert not row["is_within_bound"]

@@ -113,8 +113,8 @@ from tests.unit.finetune_cli.manifests import ACCEPTED, edited, findings
             "spec.method.type",
             "x" * 9,
             "spec.method.type",
-            "is not one of 'LoRA', 'QLoRA', 'DoRA', 'QDoRA', 'Full' and 28 others",
-            "'Full' or one of 28 others",
+            "is not one of 'LoRA', 'QLoRA', 'DoRA', 'QDoRA', 'Full' and 10 others",
+            "'Full' or one of 10 others",
         ),
         (
             "spec.data.validation",

@@ -138,7 +138,6 @@ MIXED, TYPES = Conflict.REQUIRES_GRAD, Conflict.ELEMENT_TYPES
         # Leaf modules with a weight.
         (M.OFT, FLAT, MIXED, TYPES),
         (M.OFT, LEAVES, None, None),
-        (M.PSOFT, LEAVES, None, None),
         (M.LN_TUNING, LEAVES, None, None),
     ],
 )
@@ -234,11 +233,7 @@ def test_which_layers_read_weights_that_are_cut(method: M, plan: FsdpPlan, reads
         (M.QLORA, 2, 2, BF16, BF16, None),
         # Buffers, which FSDP 2 does not cast.
         (M.VERA, 2, 2, BF16, BF16, BF16),
-        (M.PVERA, 2, 2, BF16, BF16, BF16),
-        (M.DELORA, 2, 2, F16, F16, F16),
-        (M.TINYLORA, 2, 2, BF16, BF16, BF16),
-        (M.UNILORA, 2, 2, BF16, BF16, BF16),
-        (M.VBLORA, 2, 2, BF16, BF16, None),
+        (M.LOHA, 2, 2, BF16, BF16, None),
     ],
 )
 def test_who_casts(method: M, version: int, ranks: int, dtype: str | None, by_fsdp: str | None, by_autocast: str | None) -> None:

@@ -19,9 +19,7 @@ WORKS = Observation()
 MERGE = Observation(failures=(Failure(stage="merge", kind="MergeError", text="no such base"),))
 STEP = Observation(failures=(Failure(stage="step", kind="RuntimeError", text="shapes differ"),))
 NO_MERGE = Verdict(preflight=("merge-impossible",), fields={"merge-impossible": ("merge.enabled",)})
-NO_COPY = Verdict(
-    preflight=("saved-module-inside-adapter",), fields={"saved-module-inside-adapter": ("method.lora.modulesToSave",)}
-)
+NO_COPY = Verdict(preflight=("adapter-without-values",), fields={"adapter-without-values": ("method.lora.modulesToSave",)})
 
 
 class Pool(GangPool):

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from finetune_job.methods import INSIDE_PEFT, METHODS, MergeSetting
+from finetune_job.methods import INSIDE_PEFT
+from finetune_job.unsupported_methods import UNSUPPORTED
 from finetune_trainer.merge.adapter_changes import (
     AdapterChanges,
     apply_to_tied_copies,
@@ -42,38 +43,18 @@ ROWS_PART = "trainable_tokens_delta"
 _WEIGHT = ("weight",)
 _WEIGHT_AND_BIAS = ("weight", "bias")
 CHANGED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        (
-            "LOHA", "LOKR", "VERA", "OFT", "BOFT", "HRA", "FOURIERFT", "MISS", "HIRA", "SHIRA", "C3A", "WAVEFT", "DELORA",
-            "GRALORA", "PVERA", "PSOFT", "PEANUT", "SUPERTUNING", "DEFT", "VBLORA", "UNILORA", "TINYLORA", "ADALORA",
-            "RANDLORA",
-        ),
-        _WEIGHT,
-    ),
-    **dict.fromkeys(("IA3", "ROAD", "GLORA"), _WEIGHT_AND_BIAS),
-    "BEFT": ("bias",),
+    **dict.fromkeys(("LOHA", "LOKR", "VERA", "OFT", "BOFT", "HRA", "MISS"), _WEIGHT),
+    "IA3": _WEIGHT_AND_BIAS,
     "LN_TUNING": (),
     "TRAINABLE_TOKENS": (),
-}  # fmt: skip
+}
 """PEFT's methods that merge here, and which parameters of a module each changes (its layer's `merge`).
 A module may lack a bias."""
 
-NEVER_MERGED: Mapping[str, str] = {
-    "OSF": "it trains the base weights' own factors",
-    "XLORA": "it mixes adapters for each token separately",
-    "POLY": "it mixes adapters by the task of each record",
-    "SHADOW": "its second path runs parallel to the layers and is not a part of any weight",
-    "LILY": "PEFT has no merge for it: its layers choose by the input which of the shared matrices they use",
-    "FROD": "its file lacks matrices that PEFT computes from the weights of the base, elsewhere other ones",
-}
-"""Why methods do not merge; those that are in neither table put tokens before the input, which does not change weights."""
-MERGE_SETTINGS: Mapping[str, tuple[MergeSetting, ...]] = {
-    method.peft_type: method.merge_settings for method in METHODS.values() if method.peft_type
-}
+NOT_SUPPORTED: Mapping[str, str] = {kind.name: each.reason for kind, each in UNSUPPORTED.items()}
+"""Why PEFT's other methods do not merge."""
 _CHOICE = ("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern")
 """Fields, common to all methods, that choose modules."""
-_SHARED_PROJECTIONS = frozenset({"VERA", "PVERA", "RANDLORA"})
-"""Their layers take their part of projections that are as large as the largest layer."""
 
 
 def non_lora_changes(adapter: AdapterHeaders, model: StoredModel, base_config: Mapping[str, Any]) -> AdapterChanges:
@@ -117,7 +98,8 @@ def non_lora_changes(adapter: AdapterHeaders, model: StoredModel, base_config: M
         require_all_targets(model, adapter_settings(_chosen(config)), {model.path(f"{module}.weight") for module in own})
     bases = {module: _parameters(module, model, result.replacements) for module in own}
     layers = {module: _layer(module, own[module], bases[module], model, base_config) for module in own}
-    extent = _largest(bases, layers) if method in _SHARED_PROJECTIONS else None
+    # VeRA's layers take their part of projections that are as large as the largest layer.
+    extent = _largest(bases, layers) if method == "VERA" else None
     for module, tensors in own.items():
         merge = ModuleMerge(module, layers[module], "weight", bases[module], tensors | shared, config, extent)
         for change in _module_changes(merge, method):
@@ -139,19 +121,11 @@ def _header(model: StoredModel, path: str) -> TensorHeader | None:
 def _supported(config: Mapping[str, Any]) -> str:
     method = str(config.get("peft_type"))
     if method not in CHANGED_PARAMETERS:
-        reason = NEVER_MERGED.get(method, "what it trains does not change the base model's weights")
+        reason = NOT_SUPPORTED.get(method, "this product does not know it")
         raise UnsupportedAdapterError(
             f"adapter_config.json: peft_type is {method}, which cannot be merged: {reason}. Publish the adapter alone "
             "(merge.enabled: false)."
         )
-    for needed in MERGE_SETTINGS.get(method, ()):
-        wanted = float(needed.value) if isinstance(needed.value, str) else needed.value
-        if config.get(needed.peft_name) != wanted:
-            raise UnsupportedAdapterError(
-                f"adapter_config.json: {needed.peft_name} is {config.get(needed.peft_name)!r}; a {method} adapter can be merged "
-                f"only if it is {wanted!r}: {needed.reason}. Train with it, or publish the adapter alone (merge.enabled: "
-                "false)."
-            )
     return method
 
 
@@ -239,11 +213,6 @@ def _module_changes(merge: ModuleMerge, method: str) -> list[ModuleMerge]:
     from finetune_trainer.merge.steps.peft_layer import require_tensors_of_module
 
     changed = [name for name in CHANGED_PARAMETERS[method] if name in merge.base]
-    if not changed:
-        raise UnsupportedAdapterError(
-            f"{merge.module}: a {method} adapter trains its bias, but the base model has none there that it could be added to. "
-            "Publish the adapter alone (merge.enabled: false)."
-        )
     if method == "IA3" and _is_feedforward(merge.module, merge.config):
         changed = ["weight"]
     require_tensors_of_module(merge)

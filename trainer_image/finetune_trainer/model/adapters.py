@@ -81,6 +81,9 @@ def adapter_config(method: MethodPlan) -> PeftConfig:
             return lora_config(method.lora)
         if method.adapter is None:
             raise ConfigError(f"spec.method.type: {method.type.value} has no adapter")
+        reason = METHODS[method.type].refused
+        if reason:
+            raise ConfigError(f"spec.method.type: {method.type.value} is not supported: {reason}", "start a job with another")
         values, wrong = peft_fields(method.type, method.adapter.settings)
         for problem in wrong:
             raise ConfigError(f"spec.method.settings.{problem.name}: {problem.value!r}: {problem.reason}", problem.fix)

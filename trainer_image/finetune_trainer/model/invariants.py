@@ -118,22 +118,6 @@ def check_adapter_bits(plan: RunPlan, stored: torch.dtype) -> None:
         )
 
 
-def check_decomposed(plan: RunPlan, stored: torch.dtype) -> None:
-    """A method that turns singular vectors which its file does not hold decomposes the base again wherever it is loaded.
-
-    Of a base that was rounded for the training the vectors are others, some of opposite sign: after rounding to bfloat16, in 9 of
-    20 random weights of 128 x 128. Raises ConfigError.
-    """
-    load = resolve_dtypes(plan, stored).load
-    if METHODS[plan.method.type].needs.decomposes_base and torch.finfo(load).eps > torch.finfo(stored).eps:
-        held, kept = (dtype_name(dtype) for dtype in (load, stored))
-        raise ConfigError(
-            f"spec.model.dtype: {plan.method.type} decomposes the base's weights wherever its adapter is loaded, and those of "
-            f"{kept}, which is stored, give other vectors than those of {held}, with which it would be trained",
-            f"remove spec.model.dtype, or set it to {kept}",
-        )
-
-
 def check_flat_units(model: nn.Module, unit_names: Collection[str], fsdp: FsdpPlan) -> None:
     """The parameters of each unit can be joined into the one flat parameter of FSDP 1. Raises ConfigError.
 

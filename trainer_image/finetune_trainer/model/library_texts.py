@@ -15,11 +15,9 @@ REFUSED_MODULE = re.compile(r"Module '([^']+)' is incompatible with")
 """PEFT: a module is refused by the last part of its name (`tuners_utils._check_lora_target_modules_mamba`)."""
 REFUSED_CLASS = re.compile(r"Target module (\w+)\(|arget modules? of type <class '(?:\w+\.)*(\w+)'>")
 """PEFT: the method has no adapter for modules of a class, such as GPT-2's Conv1D (`_create_new_module` of the methods)."""
-NOT_DIVISIBLE = re.compile(r"(?:must|should) be divisible by `?(\w+)|The (block size) should be a factor")
-"""PEFT: a setting does not divide the sizes of a layer (`update_layer` of BOFT, C3A, GraLoRA, RoAd and VBLoRA)."""
-BEYOND_LAYER = re.compile(r"`(r|n_frequency)`(?: \(\d+\) must| should) be less than or equal|set (rank) \d+ results in more")
-"""PEFT: a setting is larger than a layer can take (`update_layer` of FourierFT, MiSS, PSOFT, SHiRA and WaveFT)."""
-SETTING_WORDS = {"block size": "block_size", "rank": "r"}
-"""What PEFT's texts call a setting -> the setting, where they do not write its name."""
+NOT_DIVISIBLE = re.compile(r"must be divisible by (\w+)")
+"""PEFT: a setting does not divide the sizes of a layer (`update_layer` of BOFT)."""
+BEYOND_LAYER = re.compile(r"`(r)` \(\d+\) must be less than or equal")
+"""PEFT: a setting is larger than a layer can take (`update_layer` of MiSS)."""
 NO_DEFAULT_TARGETS = re.compile(r"Please specify `target_modules`")
 """PEFT: it has no targets of its own for the kind of model."""

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from finetune_job.api.inputs import Attention
 from finetune_job.api.training import GradientReduction
-from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import ATTENTION_FIELD, FsdpPlan, RunPlan
 from finetune_job.sharding import reduces_every_micro_step
 from finetune_trainer.checkpoint.state import ParameterRange, check_complete, pieces
@@ -27,11 +26,10 @@ from finetune_trainer.model.adapters import attach, fixed_tensors, has_first_val
 from finetune_trainer.model.compilation import compile_layers
 from finetune_trainer.model.dtypes import ModelDtypes, computes_in_float16, resolve_casts, resolve_dtypes
 from finetune_trainer.model.first_values import start_from
-from finetune_trainer.model.float32_layers import cast_embedding_outputs, compute_delora_in_float32
-from finetune_trainer.model.fp8_products import install_fp8
+from finetune_trainer.model.float32_layers import cast_embedding_outputs
 from finetune_trainer.model.fsdp_versions import Reduction, shard_with_fsdp1, shard_with_fsdp2
 from finetune_trainer.model.fused_adapters import fuse_adapters
-from finetune_trainer.model.invariants import check_decomposed, check_magnitudes, check_trainable, trainable_shapes
+from finetune_trainer.model.invariants import check_magnitudes, check_trainable, trainable_shapes
 from finetune_trainer.model.load import frozen_names, load_base_model, stored_dtype
 from finetune_trainer.model.load_shards import (
     fill_from_files,
@@ -80,7 +78,6 @@ def build(
     # Adapters that are not sharded are not cast by FSDP, and what computes them must not depend on the number of ranks.
     casts = resolve_casts(plan, dtypes, 1 if is_ordered else gang.world_size)
     fsdp, trains_adapter, is_sharded = plan.parallelism.fsdp, plan.method.trains_adapter, gang.world_size > 1
-    check_decomposed(plan, stored)
     # A single rank holds all of it anyway.
     unloaded = unloaded_base_model(plan, base_model, gang.device) if is_sharded else None
     headers = None if unloaded is None else unloaded.headers
@@ -90,8 +87,6 @@ def build(
     model: nn.Module = attach(base, plan) if trains_adapter else base
     if plan.method.is_fused and isinstance(model, PeftModel):
         fuse_adapters(model, unit_names(model, fsdp) if is_sharded and not is_ordered else ())
-    if METHODS[plan.method.type].needs.overflows_float16 and torch.float16 in (dtypes.load, dtypes.param):
-        compute_delora_in_float32(model)
     # After PEFT, which would otherwise ask for gradients of the embeddings' output.
     checkpoint_activations(base, plan.training.activation_checkpointing)
     if headers is not None:
@@ -110,8 +105,6 @@ def build(
     fixed = _fixed(model, frozen, headers) if gang.is_first else {}
     if casts.by_fsdp is None:
         cast_embedding_outputs(model, dtypes.load)
-    if plan.training.fp8:
-        install_fp8(model, fsdp.transformer_layer_cls_to_wrap, gang.device, casts.by_autocast or casts.by_fsdp or dtypes.load)
     if plan.training.compile:
         compile_layers(model, fsdp)
     packed = packed_layers(model, headers, dtypes.load) if headers is not None and plan.method.quantization is not None else {}

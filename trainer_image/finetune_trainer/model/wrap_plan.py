@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
-from peft.tuners.peanut.layer import PeanutLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
@@ -72,7 +71,7 @@ def unit_names(model: nn.Module, fsdp: FsdpPlan) -> list[str]:
         chosen = [name for name in chosen if name not in bound]
     if fsdp.peft_wrap_policy:
         leaves = [name for name, module in modules.items() if name and _is_trainable_leaf(module)]
-        unfit_leaves = _uncalled_adapters(modules) | _sharing(model)
+        unfit_leaves = _sharing(model)
         chosen += [name for name in leaves if name not in chosen and name not in unfit_leaves]
     return sorted(chosen, key=deepest_first)
 
@@ -96,18 +95,7 @@ def bound_modules(model: nn.Module) -> dict[str, str]:
             bound |= dict.fromkeys(_below(f"{name}.base_layer", modules), f"{name} reads its weights without calling it")
         if isinstance(module, nn.ParameterDict | nn.ParameterList | nn.ModuleDict | nn.ModuleList):
             bound[name] = "it is never called"
-    return bound | _uncalled_adapters(modules) | _sharing(model)
-
-
-def _uncalled_adapters(modules: dict[str, nn.Module]) -> dict[str, str]:
-    """Parts of adapters whose weights are read by the layer around them, and why they are bound to it."""
-    return {
-        below: f"{name} reads weights of its adapter without calling them"
-        for name, module in modules.items()
-        if isinstance(module, PeanutLayer)
-        for below in _below(name, modules)
-        if below != name
-    }
+    return bound | _sharing(model)
 
 
 def _below(name: str, modules: Iterable[str]) -> list[str]:

@@ -13,15 +13,11 @@ from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.api.training import ActivationCheckpointing
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
-from finetune_job.plan.element_types import resolve_elements
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.compilation import missing_compiler
-from finetune_trainer.model.fp8_products import FP8_FIELD, frozen_linear_layers, model_problem
-from finetune_trainer.model.load import stored_dtype
 from finetune_trainer.model.wrap_plan import layer_classes
 from finetune_trainer.preflight.library_errors import finding_of_error
 from finetune_trainer.preflight.model_inspection import ModelInspection
-from finetune_trainer.weights.rounding import dtype_name
 
 STATELESS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
 """Kinds of layers, as configurations name them, that hand nothing on; small_model.py measures whether their masks leak."""
@@ -67,25 +63,6 @@ def check_compiler(seen: ModelInspection) -> Iterator[Finding]:
             message=f"torch.compile for {device_type} calls a compiler ({', '.join(missing)}), and the trainer image has none",
             fix="set spec.training.compile: false, or use a trainer image with a compiler",
             changes={"spec.training.compile": False},
-        )
-
-
-def check_fp8(seen: ModelInspection) -> Iterator[Finding]:
-    """Whether there is anything to compute in FP8: what is frozen only the model with its adapters says."""
-    plan = seen.plan
-    if not plan.training.fp8:
-        return
-    layers = frozen_linear_layers(seen.trained.model, plan.parallelism.fsdp.transformer_layer_cls_to_wrap)
-    computed = resolve_elements(plan, dtype_name(stored_dtype(seen.directory))).computed
-    problem = model_problem(layers, getattr(torch, computed))
-    if problem:
-        yield make_finding(
-            "fp8-not-possible",
-            field=FP8_FIELD,
-            value="true",
-            message=problem,
-            fix=f"set {FP8_FIELD}: false",
-            changes={FP8_FIELD: False},
         )
 
 

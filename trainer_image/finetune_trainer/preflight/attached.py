@@ -76,9 +76,7 @@ def _wrapped_inside(model: PeftModel, field: str) -> Iterator[Finding]:
         if isinstance(layer, BaseTunerLayer):
             inside = [part for part, module in layer.named_modules() if part and isinstance(module, ModulesToSaveWrapper)]
             for part in inside[:1]:
-                reason = (
-                    f"modulesToSave also names {part} inside the adapter of {name}, which then fails in its first forward pass"
-                )
+                reason = f"modulesToSave also names {part} inside {name}, so that it is trained whole beside its adapter"
                 fix = "write the end of the full module name, as in model.norm instead of norm"
                 yield make_finding(
                     "saved-module-inside-adapter", field=f"{field}.modulesToSave", value=part, message=reason, fix=fix

@@ -27,7 +27,6 @@ from finetune_trainer.model.library_texts import (
     NOT_DIVISIBLE,
     REFUSED_CLASS,
     REFUSED_MODULE,
-    SETTING_WORDS,
     STACKED_WEIGHTS,
     UNKNOWN_ATTENTION,
 )
@@ -160,9 +159,7 @@ def _refused_class(seen: ModelInspection, _: Exception, refused: re.Match[str]) 
 def _refused_size(seen: ModelInspection, error: Exception, refused: re.Match[str]) -> Finding | None:
     """A setting that does not fit the sizes of the model's layers."""
     method = seen.plan.method
-    word = next(found for found in refused.groups() if found)
-    peft_name = SETTING_WORDS.get(word, word)
-    name = next((each.name for each in known_settings(method.type).values() if each.peft_name == peft_name), None)
+    name = next((each.name for each in known_settings(method.type).values() if each.peft_name == refused[1]), None)
     if method.adapter is None or name is None:
         return None
     divisor = math.gcd(*(size for _, layer in _layers(seen) for size in layer.weight.shape))

@@ -18,8 +18,6 @@ from finetune_trainer.merge.plan import merge_plan
 from finetune_trainer.merge.quantized_base import packed_in_training, quantized_tensors
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.verify.gate import GATES, LARGEST_MEASURED_KL, TIE_UNITS
-from finetune_trainer.verify.logits import FROM_BASE_WEIGHTS, require_whole
-from finetune_trainer.verify.skeleton import is_made_from_base_weights
 from finetune_trainer.verify.verification import judged_dtype
 from finetune_trainer.weights.errors import MergeError
 from finetune_trainer.weights.headers import ADAPTER_FILE, CONFIG_FILE, TensorHeader, read_checkpoint, read_json
@@ -52,8 +50,6 @@ def check_merge(seen: ModelInspection) -> Iterator[Finding]:
         )
         # The merge leaves alone what it cannot read, its verification computes with all.
         model.require_readable()
-        if is_made_from_base_weights(settings):
-            require_whole(directory, sum(base.file_bytes.values()), FROM_BASE_WEIGHTS)
     except MergeError as error:
         yield make_finding(
             "merge-impossible",

@@ -30,7 +30,6 @@ from finetune_trainer.model.adapters import adapter_settings, fixed_tensors, sav
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import (
     check_adapter_bits,
-    check_decomposed,
     check_flat_units,
     check_trainable,
     trainable_shapes,
@@ -115,7 +114,6 @@ def _attached(plan: RunPlan, base: PreTrainedModel, directory: Path) -> Attached
         pack_layers(base, plan.method.quantization, packed_dtype(plan, resolve_dtypes(plan, stored)))
     model, saved_names = _trained(plan, base, directory)
     check_trainable(model, plan, () if plan.method.trains_adapter else frozen_names(model))
-    check_decomposed(plan, stored)
     units = unit_names(model, plan.parallelism.fsdp)
     if plan.parallelism.fsdp.version == 1:
         check_adapter_bits(plan, stored)

@@ -21,7 +21,6 @@ from finetune_trainer.preflight.adapter_names import (
 )
 from finetune_trainer.preflight.architecture import (
     check_compiler,
-    check_fp8,
     check_recomputation,
     check_recurrence,
     check_wrap_classes,
@@ -76,7 +75,6 @@ STRUCTURE: tuple[CheckStep[ModelInspection], ...] = (
     CheckStep(check_units, (is_attached, is_sharded)),
     CheckStep(check_unit_sizes, (is_attached, is_sharded)),
     CheckStep(check_element_types, (is_attached,)),
-    CheckStep(check_fp8, (is_attached,)),
     CheckStep(check_attached, (is_attached,)),
     CheckStep(check_rows_of_two_heads, (is_attached,)),
     CheckStep(check_used, (is_attached, is_observed)),

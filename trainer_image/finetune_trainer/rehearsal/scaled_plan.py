@@ -52,7 +52,6 @@ def scaled_plan(plan: RunPlan, shrunken: SmallConfig | None) -> tuple[RunPlan, l
     # There is no device here that parameters could be offloaded from.
     _note(changes, "parallelism.fsdp.offloadParams", plan.parallelism.fsdp.offload_params, after=False)
     _note(changes, "training.compile", plan.training.compile, after=False)
-    _note(changes, "training.fp8", plan.training.fp8, after=False)
     _note(changes, "training: steps", plan.training.max_steps or f"{plan.training.epochs} epochs", STEPS)
     _note(changes, "checkpoint.everySteps", plan.checkpoint.every_steps, 1)
     if plan.evaluation.early_stopping is not None:
@@ -73,8 +72,6 @@ def scaled_plan(plan: RunPlan, shrunken: SmallConfig | None) -> tuple[RunPlan, l
                     "micro_batch_size": micro,
                     "gradient_accumulation_steps": accumulation,
                     "compile": False,
-                    # A model of other sizes may have no layer for it, and its gate judges the real one.
-                    "fp8": False,
                     "trackers": (),
                     # Its parameters are of another size, and on a claim that is not there.
                     "start_from": None,

@@ -40,7 +40,6 @@ from finetune_trainer.ranks.watchdog import STEP, Heartbeat
 from finetune_trainer.train import policy
 from finetune_trainer.train import step as one_step
 from finetune_trainer.train.export import export
-from finetune_trainer.train.fp8_gate import check_fp8
 from finetune_trainer.train.optimizers import build_optimizer
 from finetune_trainer.train.policy import learning_rate, total_steps
 from finetune_trainer.train.step import held_out_loss
@@ -155,18 +154,11 @@ class _Loop:
 
     def run(self, observer: Observer) -> None:
         """All steps that are left."""
-        if self.plan.training.fp8 and self.step == 0:
-            self._check_fp8()
         if self.data.validation is not None and self.state.initial_eval_loss is None:
             self._evaluate(observer, self.data.validation)
             observer.evaluated_before_start(self.state)
         while not self.has_ended:
             self._step(observer)
-
-    def _check_fp8(self) -> None:
-        self.heartbeat.begin("check of FP8", self.step)
-        check_fp8(self.inputs)
-        self.heartbeat.beat("check of FP8", self.step)
 
     def _step(self, observer: Observer) -> None:
         evaluation = self.plan.evaluation

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from finetune_trainer.verify.skeleton import SkeletonModel, element_types, needs_base_weights, skeleton_model
+from finetune_trainer.verify.skeleton import SkeletonModel, element_types, skeleton_model
 from finetune_trainer.verify.stored_weights import StoredWeights
 from finetune_trainer.verify.streaming import NotStreamableError, StreamedModels, complete
 from finetune_trainer.weights.errors import MergeError
@@ -53,7 +53,7 @@ def continuations(
     """Most tokens of an answer, and of each prompt the answers of base and tuned model; one that ends has its stop token last.
 
     stops: tokens that end an answer. scratch: for what does not fit into memory. Raises TooLargeError, NotStreamableError,
-    MergeError, ValueError without an adapter that can be streamed or a tuned model.
+    MergeError, ValueError without an adapter or a tuned model.
     """
     groups = _groups(models)
     size = sum(stored.num_bytes for stored, _ in groups)
@@ -93,11 +93,10 @@ class _Asked:
 
 def _groups(models: Continued) -> list[tuple[StoredWeights, dict[str, Path | None]]]:
     """Weights that are read together, and the adapter of each model over them."""
-    adapter = models.adapter
-    if adapter is not None and not needs_base_weights(adapter):
-        return [(StoredWeights(models.base, None, [adapter]), {_BASE: None, _TUNED: adapter})]
+    if models.adapter is not None:
+        return [(StoredWeights(models.base, None, [models.adapter]), {_BASE: None, _TUNED: models.adapter})]
     if models.tuned is None:
-        raise ValueError("the adapter is made from the base's weights, and nothing was merged")
+        raise ValueError("there is neither an adapter nor a tuned model")
     return [(StoredWeights(models.base), {_BASE: None}), (StoredWeights(models.tuned), {_TUNED: None})]
 
 

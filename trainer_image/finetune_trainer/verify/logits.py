@@ -24,14 +24,13 @@ from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.processes.torch_threads import one_thread_for_each_operation
 from finetune_trainer.verify.figures import LogitsFile, PromptFigures, figures_of_prompts, figures_together
 from finetune_trainer.verify.gate import LogitFigures
-from finetune_trainer.verify.logits_of_each import LogitModels, logits_of_each
+from finetune_trainer.verify.logits_of_each import logits_of_each
 from finetune_trainer.verify.skeleton import (
     HOST,
     MergedWeights,
     WeightSource,
     element_types,
     model_class,
-    needs_base_weights,
     skeleton_model,
 )
 from finetune_trainer.verify.stored_weights import StoredWeights, return_freed_memory
@@ -53,7 +52,6 @@ MAX_WAVE_POSITIONS = 4096
 """Of one pass over the weights; each batch of prompts has two threads, one for the base and one for base + adapters."""
 MAX_WHOLE_BYTES = 4 << 30
 """Of a model that cannot be streamed and is loaded whole instead."""
-FROM_BASE_WEIGHTS = "its adapter is made from the base's weights"
 
 ADAPTED, BASE, MERGED = "adapted", "base", "merged"
 
@@ -92,8 +90,8 @@ def compare_logits(
         directory = Path(name)
         merged_alone = Reference(merged, (), allow_remote_code=allow_remote_code, device=references[0].device)
         with one_thread_for_each_operation():  # what is built is in small pieces
-            models = [_models_of(reference, (BASE, ADAPTED), directory) for reference in references]
-            result = _models_of(merged_alone, (MERGED,), directory)
+            models = [_StreamedOrWholeModels(reference, (BASE, ADAPTED), directory) for reference in references]
+            result = _StreamedOrWholeModels(merged_alone, (MERGED,), directory)
         for wave in _waves(chosen):
             *expected, of_merged = logits_of_each([*models, result], wave, directory)
             found = of_merged[MERGED]
@@ -201,8 +199,8 @@ class _StreamedOrWholeModels:
             self._streamed = self._made()
 
 
-def require_whole(base: Path, num_bytes: int, reason: str) -> None:
-    """A base that cannot be streamed can be loaded whole. Raises UnverifiableModelError; preflight asks, too."""
+def _require_whole(base: Path, num_bytes: int, reason: str) -> None:
+    """A base that cannot be streamed can be loaded whole. Raises UnverifiableModelError."""
     if num_bytes > MAX_WHOLE_BYTES:
         raise UnverifiableModelError(
             f"{base}: cannot be verified layer by layer ({reason}), and {num_bytes} bytes are more than the {MAX_WHOLE_BYTES} "
@@ -218,7 +216,7 @@ class _WholeModels:
     def __init__(self, reference: Reference, labels: Sequence[str], reason: str) -> None:
         self._reference, self._labels = reference, labels
         self._stored = StoredWeights(reference.base, reference.quantized, reference.adapters)
-        require_whole(reference.base, self._stored.num_bytes, reason)
+        _require_whole(reference.base, self._stored.num_bytes, reason)
         self.dtype = torch.get_default_dtype()
 
     def logits(self, prompts: Sequence[Prompt], directory: Path) -> dict[str, list[Path]]:
@@ -255,9 +253,3 @@ def _with_adapters(model: nn.Module, adapters: Sequence[Path]) -> nn.Module:
         model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=False)
     adapted: nn.Module = PeftModel.from_pretrained(model, str(adapters[-1]))
     return adapted
-
-
-def _models_of(reference: Reference, labels: Sequence[str], scratch: Path) -> LogitModels:
-    if any(needs_base_weights(adapter) for adapter in reference.adapters):
-        return _WholeModels(reference, labels, FROM_BASE_WEIGHTS)
-    return _StreamedOrWholeModels(reference, labels, scratch)

@@ -19,15 +19,12 @@ from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from finetune_job.methods import METHODS
 from finetune_trainer.model.load import reserve_parameters, without_values
 from finetune_trainer.verify.stored_weights import StoredWeights
-from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, read_adapter, read_checkpoint, read_json
+from finetune_trainer.weights.headers import read_adapter, read_checkpoint
 from finetune_trainer.weights.rounding import READ_DTYPES
 
 HOST = torch.device("cpu")
-ADAPTER_FROM_BASE_WEIGHTS = frozenset(str(method.peft_type) for method in METHODS.values() if method.needs.decomposes_base)
-"""Methods whose layers compute part of themselves from the base's weights as they are attached."""
 
 
 @dataclass(frozen=True)
@@ -191,16 +188,6 @@ def _given_by(adapter: Path, model: nn.Module) -> frozenset[int]:
     """Parameters of the base that the adapter's file has values for: biases, embeddings."""
     named: Mapping[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     return frozenset(id(named[name]) for name in read_adapter(adapter).tensors if name in named)
-
-
-def needs_base_weights(adapter: Path) -> bool:
-    """Whether the adapter cannot be attached to a model without weights."""
-    return is_made_from_base_weights(read_json(adapter / ADAPTER_CONFIG_FILE))
-
-
-def is_made_from_base_weights(settings: Mapping[str, Any]) -> bool:
-    """The same of adapter_config.json."""
-    return str(settings.get("peft_type")) in ADAPTER_FROM_BASE_WEIGHTS
 
 
 class WeightSource(Protocol):

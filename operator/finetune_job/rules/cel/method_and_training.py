@@ -121,13 +121,6 @@ RUN_CONDITIONS: tuple[CelCondition, ...] = (
         "activationCheckpointing",
     ),
     CelCondition(
-        "fp8-not-possible",
-        "training",
-        "!self.fp8 || !has(self.precision) || self.precision == 'bf16'",
-        "FP8 is for products of bfloat16; set precision to bf16, or fp8 to false",
-        "fp8",
-    ),
-    CelCondition(
         "wrap-class-list-empty",
         _FSDP,
         "!has(self.transformerLayerClsToWrap) || self.transformerLayerClsToWrap.size() > 0",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from finetune_job.api.method import MethodType
-from finetune_job.methods import METHODS, Family, supported
+from finetune_job.methods import METHODS, Family
 from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
+from finetune_job.unsupported_methods import UNSUPPORTED
 
 _TYPE = "method.type"
 _LORA = "method.lora"
@@ -33,42 +33,15 @@ _PEFT = "peft 0.21"
 )
 def method_not_supported(context: RuleContext) -> Problem | None:
     kind = context.spec.method.type
-    if not METHODS[kind].refused:
+    if kind not in UNSUPPORTED:
         return None
-    others = ", ".join([*supported(Family.LORA), *supported(Family.FULL), *supported(Family.OTHER)])
+    reason, nearest = UNSUPPORTED[kind].reason, UNSUPPORTED[kind].nearest
     return Problem(
         field=_TYPE,
         value=kind,
-        message=f"{kind} is refused: {METHODS[kind].refused}",
-        fix=f"set {_TYPE} to one of {others}, and remove {_SETTINGS} where it has none",
-        changes={_TYPE: MethodType.LORA, _SETTINGS: None},
-    )
-
-
-@rule(
-    "method-in-one-unit",
-    "With some methods every rank gathers the whole model",
-    severity="warning",
-    reads=(_TYPE, "parallelism.nodes", "parallelism.processesPerNode"),
-    sources=(_MEASURED, "torch: torch/distributed/fsdp (a parameter belongs to one unit)"),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_adapter_units.py::test_layers_that_share_a_parameter_are_no_units",
-        "no error: no layer is a unit, and the model is one; torch alone fails on two units that share a parameter",
-    ),
-    needs_human=True,
-    holds_for=_PEFT,
-)
-def method_in_one_unit(context: RuleContext) -> Problem | None:
-    kind = context.spec.method.type
-    if not METHODS[kind].one_unit or context.plan.parallelism.world_size == 1:
-        return None
-    return Problem(
-        field=_TYPE,
-        value=kind,
-        message=f"{METHODS[kind].one_unit}: the model is one unit, each rank holds all of it during every step, and sharding "
-        "saves no peak memory",
-        fix=f"nothing, where the model fits on one rank; otherwise set {_TYPE} to LoRA and remove {_SETTINGS}",
-        changes={_TYPE: MethodType.LORA, _SETTINGS: None},
+        message=f"{kind} is not supported: {reason}",
+        fix=f"set {_TYPE} to {nearest}, which is nearest to it, and remove {_SETTINGS}",
+        changes={_TYPE: nearest, _SETTINGS: None},
     )
 
 
@@ -128,7 +101,6 @@ def method_settings_misplaced(context: RuleContext) -> Problem | None:
 
 RULES = (
     method_not_supported,
-    method_in_one_unit,
     lora_settings_misplaced,
     method_settings_misplaced,
 )

@@ -60,15 +60,8 @@ def _layers(value: Any) -> bool:
 _M = MethodType
 _NOTHING_LEARNT = "no error: the adapter changes nothing and gets no gradient"
 _RAISES = "PEFT refuses it once the model is there"
-DROPOUTS = (
-    *("rankDropout", "moduleDropout", "veraDropout", "boftDropout", "missDropout", "hiraDropout", "graloraDropout"),
-    *("pveraDropout", "psoftDropout", "loraDropout", "deftDropout", "vbloraDropout", "uniloraDropout"),
-    "tinyloraDropout",
-)
-_ANY_BIAS = (
-    *(_M.VERA, _M.BOFT, _M.HRA, _M.FOURIERFT, _M.MISS, _M.C3A, _M.WAVEFT, _M.GRALORA, _M.GLORA, _M.PVERA, _M.DEFT),
-    *(_M.VBLORA, _M.TINYLORA),
-)
+DROPOUTS = ("rankDropout", "moduleDropout", "veraDropout", "boftDropout", "missDropout")
+_ANY_BIAS = (_M.VERA, _M.BOFT, _M.HRA, _M.MISS)
 """Methods whose bias PEFT declares as any text, and which take `lora_only` besides their own word."""
 
 
@@ -94,30 +87,8 @@ SETTING_LIMITS: tuple[SettingLimit, ...] = (
         "at 1 the adapter sees nothing and learns nothing, or what is left over is divided by zero; above 1 PEFT refuses it",
         examples=("1",),
     ),
-    SettingLimit(("alpha",), _not_zero, "another number than 0", _NOTHING_LEARNT, (_M.LOHA, _M.LOKR, _M.GRALORA), (0,)),
-    SettingLimit(
-        ("psoftAlpha",), _not_zero, "another number than 0", "no error: the output is NaN from the first step on", examples=(0,)
-    ),
-    SettingLimit(("loraAlpha",), _not_zero, "another number than 0", _NOTHING_LEARNT, (_M.SUPERTUNING,), ("0",)),
-    SettingLimit(("deloraLambda",), _not_zero, "another number than 0", _NOTHING_LEARNT, examples=(0,)),
-    SettingLimit(("scaling",), _not_zero, "another number than 0", _NOTHING_LEARNT, examples=("0",)),
+    SettingLimit(("alpha",), _not_zero, "another number than 0", _NOTHING_LEARNT, (_M.LOHA, _M.LOKR), (0,)),
     SettingLimit(("dInitial",), _not_zero, "another number than 0", _NOTHING_LEARNT, (_M.VERA,), ("0",)),
-    SettingLimit(("initVectorBankBound",), _not_zero, "a number above 0", _NOTHING_LEARNT, examples=("0",)),
-    SettingLimit(("initThetaDBound",), _positive, "a number above 0", _RAISES, examples=("0",)),
-    SettingLimit(
-        ("nFrequency", "blockSize", "thetaDLength", "u", "topk"),
-        _positive,
-        "a whole number above 0",
-        _RAISES,
-        examples=(0,),
-    ),
-    SettingLimit(
-        ("numVectors", "vectorLength"),
-        _positive,
-        "a whole number above 0",
-        "PEFT divides by it, or finds no vector",
-        examples=(0,),
-    ),
     SettingLimit(
         ("oftBlockSize",),
         lambda value: value == 0 or value >= 2,
@@ -140,67 +111,7 @@ SETTING_LIMITS: tuple[SettingLimit, ...] = (
         "no error: without a compiler for its CUDA extension PEFT takes 1, and the adapter's settings still say otherwise",
         examples=(2,),
     ),
-    SettingLimit(("graloraK",), _positive, "a whole number above 0", _RAISES, examples=(0,)),
-    SettingLimit(("hybridR", "depth"), lambda value: value >= 0, "0 or a whole number above it", _RAISES, examples=(-1,)),
-    SettingLimit(("groupSize",), lambda value: value >= 2 and value % 2 == 0, "an even number above 0", _RAISES, examples=(3,)),
-    SettingLimit(("sparsity",), lambda value: 0 <= value < 1, 'a part below 1, such as "0.99"', _RAISES, examples=("1",)),
-    SettingLimit(("weightTying",), lambda value: 0 <= value <= 1, 'a part of at most 1, such as "1"', _RAISES, examples=("1.5",)),
-    SettingLimit(("projSeed",), lambda value: value >= 0, "0 or a whole number above it", _RAISES, examples=(-1,)),
-    SettingLimit(
-        ("randomLocSeed",),
-        lambda value: value is not None,
-        "a whole number",
-        "PEFT seeds a generator with nothing and fails",
-        (_M.FOURIERFT,),
-        (None,),
-    ),
-    SettingLimit(
-        ("generatorSeed",),
-        lambda value: value is None,
-        "nothing: training.seed seeds the noise, too",
-        "no error: each layer draws from a generator of its own, which no checkpoint holds and no recomputation sets back, so a "
-        "resumed run ends on other weights, and recomputed activations have other noise than those that gave the loss",
-        examples=(3,),
-    ),
-    SettingLimit(
-        ("initWeights",),
-        lambda value: value is not None,
-        "true, false, gaussian, kaiming_uniform or xavier_uniform",
-        _RAISES,
-        (_M.C3A,),
-        (None,),
-    ),
-    SettingLimit(
-        ("initWeights",),
-        lambda value: value is True or value == "uniform",
-        "true or uniform",
-        "no error: PEFT leaves the adapter's memory as it finds it, which may hold anything, NaN included",
-        (_M.TINYLORA,),
-        (False,),
-    ),
-    SettingLimit(
-        ("saveOnlyTopkWeights",),
-        lambda value: not value,
-        "false",
-        "the adapter would lack the weights that are trained; PEFT cannot load it for training again",
-        examples=(True,),
-    ),
-    SettingLimit(
-        ("variant",),
-        lambda value: value in ("road_1", "road_2", "road_4"),
-        "road_1, road_2 or road_4",
-        _RAISES,
-        examples=("road_3",),
-    ),
     *(_bias_limit(kind) for kind in _ANY_BIAS),
-    SettingLimit(
-        ("bias",),
-        lambda value: value in ("none", "all", "unilora_only"),
-        "none, all or unilora_only",
-        _RAISES,
-        (_M.UNILORA,),
-        ("lora_only",),
-    ),
     SettingLimit(
         ("layersToTransform",),
         _layers,
@@ -209,15 +120,14 @@ SETTING_LIMITS: tuple[SettingLimit, ...] = (
         examples=([-1],),
     ),
     SettingLimit(
-        ("rankPattern", "nFrequencyPattern", "blockSizePattern"),
+        ("rankPattern",),
         _each(lambda item: _whole(item) and item > 0),
         "a mapping of names to whole numbers above 0",
         _RAISES,
-        tuple(kind for kind in MethodType if kind is not _M.HIRA),
-        ({"q_proj": 0}, {"q_proj": "4"}, None),
+        examples=({"q_proj": 0}, {"q_proj": "4"}, None),
     ),
     SettingLimit(
-        ("alphaPattern", "lambdaPattern"),
+        ("alphaPattern",),
         _each(lambda item: _number(item) and item != 0),
         "a mapping of names to whole numbers other than 0",
         f"{_RAISES}; at 0 the layer learns nothing",

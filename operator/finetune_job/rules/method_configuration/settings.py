@@ -14,7 +14,6 @@ from finetune_job.rules.rule import Problem, Reproduction, RuleContext, format_v
 
 _TYPE = "method.type"
 _SETTINGS = "method.settings"
-_MERGE = "merge.enabled"
 _NODES, _PROCESSES = "parallelism.nodes", "parallelism.processesPerNode"
 _PEFT = "peft 0.21"
 _CLASSES = "peft: the configuration classes under peft/tuners"
@@ -207,7 +206,6 @@ def method_setting_on_one_rank_only(context: RuleContext) -> Problem | None:
 
 _IGNORED: dict[MethodType, tuple[str, str]] = {
     _M.OFT: ("moduleDropout", "PEFT makes the dropout and never calls it"),
-    _M.HIRA: ("rankPattern", "PEFT makes every layer with r"),
 }
 """Settings that PEFT takes and does not follow, and why."""
 
@@ -217,7 +215,7 @@ _IGNORED: dict[MethodType, tuple[str, str]] = {
     "PEFT takes some settings and does not follow them",
     severity="warning",
     reads=(_TYPE, _SETTINGS),
-    sources=("peft: peft/tuners/oft/layer.py, MultiplicativeDropoutLayer; hira/model.py",),
+    sources=("peft: peft/tuners/oft/layer.py, MultiplicativeDropoutLayer",),
     reproduction=Reproduction(f"{_TESTS}::test_settings_without_effect", "no error: training is the same with and without it"),
     holds_for=_PEFT,
 )
@@ -236,35 +234,11 @@ def no_effect_method_setting(context: RuleContext) -> Problem | None:
     )
 
 
-@rule(
-    "method-setting-not-mergeable",
-    "Some settings make an adapter that cannot be merged into weights",
-    reads=(_TYPE, _SETTINGS, _MERGE),
-    sources=("peft: peft/tuners/pvera/layer.py (sample_at_inference)",),
-    reproduction=Reproduction(
-        f"{_TESTS}::test_an_adapter_that_draws_has_no_merged_weights", "no error: every pass gives other logits"
-    ),
-    holds_for=_PEFT,
-)
-def method_setting_not_mergeable(context: RuleContext) -> Problem | None:
-    name = "sampleAtInference"
-    if not context.spec.merge.enabled or not _settings(context).get(name):
-        return None
-    return Problem(
-        field=_SETTINGS,
-        value=_format_setting(name, value=True),
-        message=f"with {name} every pass draws new weights, and merged weights cannot; verification would refuse the result",
-        fix=f"remove {_SETTINGS}.{name}, or set {_MERGE}: false",
-        changes={f"{_SETTINGS}.{name}": None},
-    )
-
-
 RULES = (
     method_setting_unknown,
     method_setting_type,
     method_setting_range,
     method_settings_conflict,
     method_setting_on_one_rank_only,
-    method_setting_not_mergeable,
     no_effect_method_setting,
 )

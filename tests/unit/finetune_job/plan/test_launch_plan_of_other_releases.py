@@ -100,11 +100,13 @@ def test_what_is_learnt_keeps_its_digest_in_releases_that_know_more_of_lora() ->
     del old["training"]["start_from"]
     learnt = {name: old[name] for name in ("version", "job", "model", "data", "method", "training", "evaluation")}
     how = ("micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "compile", "step_timeout_seconds")
-    later = ("trackers", "reduction", "deterministic", "fp8")
+    later = ("trackers", "reduction", "deterministic")
     learnt["training"] = {name: value for name, value in learnt["training"].items() if name not in (*how, *later)}
     expected = text_sha256(json.dumps(learnt, sort_keys=True, separators=(",", ":")))
     assert learning_sha256(RunPlan.model_validate_json(json.dumps(old))) == expected
     assert learning_sha256(RunPlan.model_validate_json(json.dumps(document()))) == learning_sha256(a_job().plan()) != expected
+    gone = {**old, "training": {**old["training"], "fp8": True}}
+    assert learning_sha256(RunPlan.model_validate_json(json.dumps(gone))) == expected
     start = {"claim": "workspace", "path": "tune/checkpoints/step-0000000001"}
     begun = {**old, "training": {**old["training"], "start_from": start}}
     assert learning_sha256(RunPlan.model_validate_json(json.dumps(begun))) != expected

@@ -34,7 +34,6 @@ def test_every_topic_is_one_module_of_the_book():
             "data",
             "optimizer",
             "launch",
-            "fp8",
             "elastic",
             "versions",
             "merging",
@@ -85,7 +84,7 @@ def optional(path: str, *values: Any) -> st.SearchStrategy[dict[str, Any]]:
 F = "parallelism.fsdp."
 DTYPES = ("bfloat16", "float16", "float32")
 SETTINGS = [
-    optional("method.type", "LoRA", "QLoRA", "DoRA", "Full", "LoHa", "VBLoRA", "XLoRA", "OFT", "TrainableTokens"),
+    optional("method.type", "LoRA", "QLoRA", "DoRA", "Full", "LoHa", "VeRA", "XLoRA", "OFT", "TrainableTokens"),
     optional(
         "method.settings",
         *(

@@ -74,7 +74,6 @@ WIDE = {"method.lora.autocastAdapterDtype": True, F + "useOrigParams": True}
 V1, V2 = TWO | {F + "version": 1}, TWO | {F + "version": 2}
 LOHA, ALONE = {"method.type": "LoHa", "merge.enabled": False}, {"merge.enabled": False}
 ORDERED = {"training.reduction": "Ordered"}
-FP8 = {"training.fp8": True, "training.compile": True}
 MIN_NODES = "parallelism.elastic.minNodes"
 ELASTIC = {"parallelism.nodes": 2, MIN_NODES: 1}
 DORA, QLORA, FULL = {"method.type": "DoRA"}, {"method.type": "QLoRA"}, {"method.type": "Full"}
@@ -184,26 +183,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ("method-settings-misplaced", FULL | {"method.settings.r": 8}, FULL, None),
     ("method-not-supported", {"method.type": "AdaLoRA"} | ALONE, LOHA, None),
     ("method-not-supported", {"method.type": "PromptTuning", "method.settings.numVirtualTokens": 4}, LOHA, None),
-    ("method-in-one-unit", {"method.type": "VBLoRA", "parallelism.nodes": 2} | ALONE, {"method.type": "VBLoRA"} | ALONE, None),
     ("method-not-supported", {"method.type": "Lily"} | ALONE | {"merge.enabled": False}, LOHA, None),
     ("method-not-supported", {"method.type": "FRoD"}, LOHA, None),
-    ("method-merge-setting", {"method.type": "UniLoRA"}, {"method.type": "UniLoRA", "method.settings.saveIndices": True}, None),
-    ("method-merge-setting", {"method.type": "UniLoRA"}, {"method.type": "UniLoRA"} | ALONE, None),
-    ("method-merge-setting", {"method.type": "TinyLoRA"}, {"method.type": "TinyLoRA", "method.settings.weightTying": "1.0"}, None),
+    ("method-not-supported", {"method.type": "FourierFT", "method.settings.nFrequency": 8}, LOHA, None),
     ("fsdp1-adapter-unit", V1 | LOHA | {F + "peftWrapPolicy": True}, V1 | LOHA, None),
     ("fsdp1-adapter-unit", V1 | LOHA | {F + "useOrigParams": False}, V1 | {F + "useOrigParams": False}, None),
     ("fsdp1-adapter-16-bit", V1 | LOHA | BF16, V1 | LOHA | BF16 | {"training.precision": "fp32"}, None),
     ("compile-with-selective-checkpointing", {"training.compile": True, "training.activationCheckpointing": "Selective"}, {"training.compile": True, "training.activationCheckpointing": "Full"}, None),
-    *(
-        ("fp8-not-possible", FP8 | beyond, FP8 | near, None)
-        for beyond, near in (
-            (FULL, DORA),
-            (QLORA, {"method.type": "IA3"}),
-            ({"training.precision": "fp32"}, {"training.precision": "bf16"}),
-        )
-    ),
-    ("fp8-without-compile", {"training.fp8": True}, FP8, None),
-    ("fp8-without-compile", {"training.fp8": True, "training.compile": False}, {"training.compile": False}, None),
     *(
         ("ordered-reduction-not-possible", V2 | ORDERED | beyond, V2 | ORDERED | near, None)
         for beyond, near in (
@@ -397,11 +383,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ("no-effect-s3-secret", HUB_DATA | {"fetch.s3SecretRef.name": "keys"}, BUCKET_DATA | {"fetch.s3SecretRef.name": "keys"}, None),
     ("fsdp1-adapter-unit", V1 | settings("LoHa") | PEFTS, V1 | settings("LNTuning") | PEFTS, None),
     ("fsdp1-adapter-unit", V1 | LOHA | PEFTS | FLAT, V1 | settings("OFT") | PEFTS | FLAT, None),
-    ("fsdp1-adapter-unit", V1 | settings("HRA") | PEFTS, V1 | settings("PSOFT") | PEFTS, None),
-    ("fsdp1-adapter-unit", V1 | LOHA | FLAT, V1 | settings("GLoRA") | FLAT | {F + "autoWrapPolicy": "SIZE_BASED_WRAP"}, None),
+    ("fsdp1-adapter-unit", V1 | settings("HRA") | PEFTS, V1 | settings("OFT") | PEFTS, None),
+    ("fsdp1-adapter-unit", V1 | LOHA | FLAT, V1 | settings("MiSS") | FLAT | {F + "autoWrapPolicy": "SIZE_BASED_WRAP"}, None),
     ("fsdp1-adapter-unit", V1 | LOHA | PEFTS, V1 | LOHA | PEFTS | {F + "useOrigParams": True}, None),
     ("method-setting-unknown", settings("LoHa", R=8), settings("LoHa", r=8), None),
-    ("method-setting-unknown", settings("FourierFT", nfrequency=8), settings("FourierFT", nFrequency=8), None),
+    ("method-setting-unknown", settings("VeRA", dinitial="1"), settings("VeRA", dInitial="1"), None),
     ("method-setting-unknown", settings("IA3", loraAlpha=8), settings("IA3", feedforwardModules=[]), None),
     ("method-setting-type", settings("LoHa", r="8"), settings("LoHa", r=8), None),
     ("method-setting-type", settings("LoHa", moduleDropout="0." + "0" * 400), settings("LoHa", moduleDropout="0.1"), None),
@@ -419,16 +405,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ("method-setting-range", settings("TrainableTokens", tokenIndices=[-3, 4, 4]), settings("TrainableTokens", tokenIndices=[4]), None),
     ("method-settings-conflict", settings("OFT", r=8), settings("OFT", r=8, oftBlockSize=0), None),
     ("method-settings-conflict", settings("BOFT", boftBlockNum=8), settings("BOFT", boftBlockNum=8, boftBlockSize=0), None),
-    ("method-settings-conflict", settings("GraLoRA", r=5), settings("GraLoRA", r=5, graloraK=5), None),
     ("method-settings-conflict", settings("HRA", applyGS=True), settings("HRA", applyGS=True, initWeights=False), None),
     ("method-settings-conflict", settings("IA3", feedforwardModules=["q"], targetModules=["v"]), settings("IA3", feedforwardModules=["q"], targetModules=["v", "q"]), None),
     ("method-settings-conflict", settings("LoHa", layersPattern="h", **Q), settings("LoHa", layersPattern="", **Q), None),
     ("method-setting-on-one-rank-only", settings("LoKr", moduleDropout="0.1") | TWO, settings("LoKr", moduleDropout="0.1"), None),
     ("method-setting-on-one-rank-only", settings("OFT", coft=True) | TWO, settings("OFT", coft=False) | TWO, None),
-    ("method-setting-not-mergeable", settings("PVeRA", sampleAtInference=True), settings("PVeRA", sampleAtInference=True) | ALONE, None),
     ("no-effect-method-setting", settings("OFT", moduleDropout="0.1"), settings("LoHa", moduleDropout="0.1"), None),
-    ("no-effect-method-setting", settings("HiRA", rankPattern={"q": 4}), settings("LoHa", rankPattern={"q": 4}), None),
-    ("method-merge-setting", settings("WaveFT", proportionalParameters=True), settings("WaveFT"), None),
     ("decay-within-warmup", DECAY | {"training.warmupRatio": "0.3", "training.decayRatio": "0.8"}, DECAY | HALVES, None),
     ("decay-within-warmup", DECAY | {"training.warmupRatio": "0.9"}, {"training.warmupRatio": "0.9"}, None),
     # A run that is all warm-up is another rule's.
@@ -437,16 +419,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ("decay-within-warmup", DECAY | HALVES | {"training.decayRatio": "0.51"}, DECAY | {"training.decayRatio": "0.97"}, None),
     ("target-modules-empty", lora(targetModules=[]), lora(targetModules=["q"]), None),
     ("target-modules-empty", {"method.lora.targetModules": []} | DORA, EXPERTS | {"method.lora.targetModules": []}, None),
-    ("method-merge-setting", settings("SuperTuning", savePrecomputedIndices=False), settings("SuperTuning"), None),
-    ("method-merge-setting", settings("TinyLoRA", weightTying="0.5"), settings("TinyLoRA", weightTying=1), None),
-    ("method-merge-setting", settings("TinyLoRA"), settings("TinyLoRA", weightTying="1.0"), None),
     ("module-adapted-and-excluded", lora(targetModules=["q", "v"], excludeModules=["q"]), lora(excludeModules=["q"]), None),
     ("module-expression-malformed", settings("LoHa", targetModules="(q"), settings("LoHa", targetModules="(q)"), None),
     ("module-name-malformed", settings("LoHa", targetModules=["q,v"]), settings("LoHa", targetModules=["q", "v"]), None),
-    ("all-linear-beside-names", settings("C3A", targetModules=["q", "all-linear"]), settings("C3A", targetModules=["q"]), None),
-    ("module-adapted-and-saved", settings("BEFT", targetModules=["q"], modulesToSave=["q"]), settings("BEFT"), None),
-    ("adapter-pattern-malformed", settings("C3A", blockSizePattern={"": 4}), settings("C3A", blockSizePattern={"q": 4}), None),
-    ("layers-without-targets", settings("PVeRA", layersToTransform=[0]), settings("PVeRA", layersToTransform=[0], **Q), None),
+    ("all-linear-beside-names", settings("HRA", targetModules=["q", "all-linear"]), settings("HRA", targetModules=["q"]), None),
+    ("module-adapted-and-saved", settings("IA3", targetModules=["q"], modulesToSave=["q"]), settings("IA3"), None),
+    ("adapter-pattern-malformed", settings("LoKr", alphaPattern={"": 4}), settings("LoKr", alphaPattern={"q": 4}), None),
+    ("layers-without-targets", settings("VeRA", layersToTransform=[0]), settings("VeRA", layersToTransform=[0], **Q), None),
     ("layers-without-targets", settings("BOFT", layersToTransform=0, targetModules=".*q"), settings("BOFT", layersToTransform=[]), None),
     ("orthogonal-odd-rank", lora(initLoraWeights="orthogonal", r=5), lora(initLoraWeights="orthogonal", r=6), None),
     ("orthogonal-odd-rank", lora(initLoraWeights="orthogonal", rankPattern={"q": 3}, targetModules=["q", "v"]), lora(initLoraWeights="orthogonal", rankPattern={"q": 3}, targetModules=["k", "v"]), None),

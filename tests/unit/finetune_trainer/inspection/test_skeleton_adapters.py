@@ -17,8 +17,6 @@ from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
 
 KINDS = [kind.value for kind, method in METHODS.items() if method.family is Family.OTHER and not method.refused]
 MORE = [
-    ("SHiRA", {"r": 2, "initWeights": False}),
-    ("UniLoRA", {**SETTINGS["UniLoRA"], "saveIndices": True}),
     ("BOFT", {"boftBlockNum": 4, "boftBlockSize": 0}),
 ]
 
@@ -57,12 +55,12 @@ def test_adapters_of_stacked_experts_have_the_element_types_of_real_ones(tmp_pat
 
 def test_pefts_own_functions_are_there_again_afterwards(base):
     """What replaces them while the model is looked at would train nothing."""
-    plan = plan_of(_spec("SHiRA", SETTINGS["SHiRA"]))
+    plan = plan_of(_spec("BOFT", SETTINGS["BOFT"]))
     valueless.attach_skeleton_adapters(load_skeleton(plan, base)[0], plan, base)
     real = attach(build_with_lazy_zeros(plan, base), plan)
-    places = next(iter(fixed_tensors(real).values()))
-    assert places.device.type == "cpu"
-    assert len({tuple(place) for place in places.T.tolist()}) == places.shape[1]
+    matrices = [each for name, each in real.named_buffers() if name.endswith("boft_P")]
+    assert matrices
+    assert all(each.device.type == "cpu" and bool((each.sum(dim=-1) == 1).all()) for each in matrices)
 
 
 def _spec(kind, settings):

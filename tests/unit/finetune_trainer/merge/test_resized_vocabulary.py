@@ -437,7 +437,9 @@ def test_models_are_compared_at_the_new_size_however_they_are_loaded(
     with monkeypatch.context() as patch:
         patch.setattr(head_in_blocks, "HEAD_BLOCK_BYTES", 10_000)  # the border of two blocks is none of old and new rows
         found += compare_logits([Reference(base, [adapter])], output, PROMPTS, tmp_path)
-    monkeypatch.setattr(logits, "needs_base_weights", lambda _: True)
+    monkeypatch.setattr(
+        logits, "_StreamedOrWholeModels", lambda reference, labels, _: logits._WholeModels(reference, labels, "asked for")
+    )
     found += compare_logits([Reference(base, [adapter])], output, PROMPTS, tmp_path)
     gate = GATES[str(CASES[name].dtype).removeprefix("torch.")]
     assert [gate_failures(figures, gate) for figures in found] == [(), (), ()]

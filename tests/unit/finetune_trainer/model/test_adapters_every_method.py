@@ -156,8 +156,8 @@ def test_two_ranks_end_on_the_weights_of_one(alone: Path, pair: Path, method: st
 
 
 def test_a_killed_run_resumes_to_the_same_bytes_and_exports_its_fixed_tensors(tmp_path: Path) -> None:
-    """DeLoRA trains parameters of one element, fewer than there are ranks, and keeps norms of base weights next to them."""
-    contexts = [run_context(tmp_path / name, spec("DeLoRA", 2)) for name in ("undisturbed", "killed")]
+    """VeRA keeps random projections, which are not trained, next to what is."""
+    contexts = [run_context(tmp_path / name, spec("VeRA", 2)) for name in ("undisturbed", "killed")]
     assert run_gang(contexts[0]) == [0, 0]
     assert run_gang(contexts[1], [Fault("train.step:optimizer_step", call=4, rank=1)])[1] == -signal.SIGKILL
     assert run_gang(contexts[1]) == [0, 0]

@@ -16,10 +16,7 @@ from finetune_trainer.model import library_texts
 from finetune_trainer.model.adapters import config_class
 from tests.unit.finetune_trainer.preflight.test_architecture import SIZES
 
-WITHOUT_CONV1D = (
-    *("LoHa", "LoKr", "OFT", "BOFT", "HRA", "MiSS", "SHiRA", "C3A", "DeLoRA", "RoAd", "GLoRA", "PSOFT", "PEANuT", "SuperTuning"),
-    "BEFT",
-)
+WITHOUT_CONV1D = ("LoHa", "LoKr", "OFT", "BOFT", "HRA", "MiSS")
 
 
 def built(kind: str, **settings: Any) -> PreTrainedModel:
@@ -49,16 +46,7 @@ SAID: list[tuple[str, Callable[[], object], str]] = [
     *(("REFUSED_CLASS", other(name, "gpt2", target_modules=["c_attn"]), "Conv1D") for name in WITHOUT_CONV1D),
     ("NOT_DIVISIBLE", other("BOFT", boft_block_size=7), "boft_block_size"),
     ("NOT_DIVISIBLE", other("BOFT", boft_block_size=0, boft_block_num=7), "boft_block_num"),
-    ("NOT_DIVISIBLE", other("C3A", block_size=7), "block size"),
-    ("NOT_DIVISIBLE", other("C3A", block_size=32, target_modules=["up_proj"]), "block size"),
-    ("NOT_DIVISIBLE", other("GraLoRA", r=14, gralora_k=7), "gralora_k"),
-    ("NOT_DIVISIBLE", other("RoAd", group_size=10), "group_size"),
-    ("NOT_DIVISIBLE", other("VBLoRA", vector_length=7), "vector_length"),
-    ("BEYOND_LAYER", other("FourierFT", n_frequency=5000), "n_frequency"),
-    ("BEYOND_LAYER", other("WaveFT", n_frequency=5000), "n_frequency"),
     ("BEYOND_LAYER", other("MiSS", r=99), "r"),
-    ("BEYOND_LAYER", other("PSOFT", r=99), "r"),
-    ("BEYOND_LAYER", other("SHiRA", r=99), "rank"),
 ]
 
 

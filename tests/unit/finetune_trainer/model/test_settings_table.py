@@ -58,9 +58,9 @@ def test_defaults_are_pefts(method: MethodType):
 
 
 def test_a_name_that_was_most_likely_meant():
-    (wrong,) = peft_fields(MethodType.FOURIERFT, {"nfrequency": 5})[1]
-    assert (wrong.near, wrong.is_unknown) == ("nFrequency", True)
-    assert "did you mean nFrequency" in wrong.fix
+    (wrong,) = peft_fields(MethodType.VERA, {"dinitial": 5})[1]
+    assert (wrong.near, wrong.is_unknown) == ("dInitial", True)
+    assert "did you mean dInitial" in wrong.fix
     (wrong,) = peft_fields(MethodType.IA3, {"zzz": 5})[1]
     assert wrong.near is None
     assert camel_case("config_A_B") == "configAB"

@@ -261,8 +261,6 @@ def test_attention_on_a_gpu_is_chosen_by_model_and_precision(context, changes, v
     [
         ("bfloat16", {"method.type": "DoRA"}, "bf16", True),
         ("bfloat16", {"method": {"type": "OFT"}}, "bf16", True),
-        # FSDP would round a spectrum, which autocast leaves alone.
-        ("bfloat16", {"method": {"type": "FourierFT", "settings": {"nFrequency": 100}}}, "bfloat16", False),
         ("bfloat16", {}, "bf16", False),
         ("float32", {"method.type": "DoRA"}, "fp32", False),
         ("float16", {"method.type": "DoRA"}, "float16", False),

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from finetune_job.finding import FieldChange
 from finetune_trainer.inspection.module_use import observe_use
 from finetune_trainer.model.load import attention_of, load_config
 from finetune_trainer.preflight.model_inspection import ModelInspection
@@ -48,24 +47,6 @@ def plan(method: dict[str, Any], fsdp: dict[str, Any] | None = None, ranks: int 
 def errors(plan: Any, directory: Path) -> dict[str, str]:
     _, findings = check_model(plan, directory)
     return {finding.rule: finding.field for finding in findings if finding.severity == "error"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "reason"),
-    [
-        ("llama", {}, ""),
-        ("llama", {"precision": "fp32"}, "products are float32, and those of FP8 are bfloat16"),
-        # Its layers are of a class of transformers, Conv1D.
-        ("gpt2", {}, "no frozen linear layer within transformer layers has sides that are multiples of 16"),
-    ],
-)
-def test_fp8_is_refused_if_no_layer_can_compute_in_it(tmp_path: Path, kind: str, changes: dict[str, Any], reason: str) -> None:
-    made = plan({"type": "LoRA", "lora": {"targetModules": ["all-linear"]}}, training={"fp8": True, "compile": True} | changes)
-    _, findings = check_model(made, declared(tmp_path / "model", kind))
-    found = [finding for finding in findings if finding.rule == "fp8-not-possible"]
-    assert [finding.message for finding in found] == [reason] * bool(reason)
-    assert all((finding.field, finding.severity) == ("spec.training.fp8", "error") for finding in found)
-    assert all(finding.changes == (FieldChange(field="spec.training.fp8", value=False),) for finding in found)
 
 
 @pytest.mark.parametrize(
@@ -255,8 +236,9 @@ def test_element_types_that_the_stored_weights_decide(tmp_path: Path, stored: st
     assert set(errors(made, declared(tmp_path / "model", "llama", stored))) == wanted
 
 
-def test_a_setting_that_the_method_does_not_have_is_said_to_be_unset(tmp_path: Path) -> None:
-    """PEFT asks for targets where it has no choice of its own, also for a method that takes none."""
-    _, findings = check_model(plan({"type": "Poly"}, ranks=1), declared(tmp_path, "mamba"))
-    (conflict,) = (finding for finding in findings if finding.rule == "model-settings-conflict")
-    assert (conflict.field, conflict.value) == ("spec.method.settings.targetModules", "unset")
+def test_a_method_that_an_earlier_release_supported_is_refused(tmp_path: Path) -> None:
+    """A plan that such a release froze names it."""
+    _, findings = check_model(plan({"type": "FourierFT"}, ranks=1), declared(tmp_path, "llama"))
+    (conflict,) = (finding for finding in findings if finding.severity == "error")
+    assert (conflict.rule, conflict.field) == ("model-settings-conflict", "spec.method.type")
+    assert conflict.message.startswith("FourierFT is not supported: it draws a permutation of every weight matrix")

@@ -103,7 +103,6 @@ CASES: list[tuple[str, str, str, Spec]] = [
     ("packing-leaks", "bloom", "bfloat16", {"data.packing": True}),
     ("attention-not-supported", "gpt_oss", "bfloat16", {"model.attention": "sdpa", LORA + "targetModules": ["q_proj"]}),
     ("attention-not-supported", "gemma2", "bfloat16", {"model.attention": "varlen"}),
-    ("fp8-not-possible", "llama", "bfloat16", {LORA + "targetModules": ["q_proj"], "training.fp8": True, "training.precision": "fp32"}),
     ("activation-checkpointing-not-supported", "gpt_neox_japanese", "bfloat16", {LORA + "targetModules": ["query_key_value"], "training.activationCheckpointing": "Full"}),
     ("trained-in-float16", "llama", "float16", {LORA + "autocastAdapterDtype": False}),
     ("trained-in-float16", "llama", "float16", FIRST | {LORA + "autocastAdapterDtype": False, FSDP + "peftWrapPolicy": False}),

@@ -45,7 +45,6 @@ APPLIED = {
     "experts-not-excluded": _OF_MODEL,
     "feedforward-module-not-adapted": _OF_MODEL,
     "fsdp1-flat-parameter-mixed": _OF_MODEL,
-    "fp8-not-possible": _OF_MODEL,
     "full-name-beside-layers": _OF_MODEL,
     "layer-number-unknown": _OF_MODEL,
     "memory-estimate-exceeds-gpu": _ESTIMATE,
@@ -158,7 +157,6 @@ WITHOUT = {
 }
 RULES_TOO = {
     "added-tokens-untrained",
-    "fp8-not-possible",
     "qlora-storage-not-param-dtype",
     "target-parameters-all-layers",
     "trainable-tokens-overlap",

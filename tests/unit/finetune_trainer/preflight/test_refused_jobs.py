@@ -77,24 +77,18 @@ def test_a_target_of_another_method_that_does_not_exist_is_refused(context):
     assert (finding.field, finding.value) == ("spec.method.settings.targetModules", "v_porj")
 
 
-def test_a_trained_bias_that_the_base_lacks_is_refused_before_it_is_trained(context):
-    finding = only(context({"method": {"type": "BEFT", "settings": {"targetModules": ["v_proj"]}}}), "merge-impossible")
-    assert "trains its bias" in finding.message
-    assert "spec.merge.enabled: false" in finding.fix
-
-
 def test_settings_that_peft_refuses_for_this_model_are_refused(context):
     """The model has sides of 32, 16 and 64."""
-    job = context({"method": {"type": "C3A", "settings": {"blockSize": 7}}, "merge.enabled": False})
+    job = context({"method": {"type": "BOFT", "settings": {"boftBlockSize": 7}}, "merge.enabled": False})
     finding = only(job, "model-settings-conflict")
-    assert (finding.field, finding.value) == ("spec.method.settings.blockSize", "7")
-    assert finding.message.startswith("PEFT refuses it for the layers of this model: The block size should be a factor")
+    assert (finding.field, finding.value) == ("spec.method.settings.boftBlockSize", "7")
+    assert finding.message.startswith("PEFT refuses it for the layers of this model: in_features (32) must be divisible by")
     assert finding.fix.startswith("write a divisor of 16, or name only layers")
 
 
 def test_a_default_that_does_not_fit_this_model_is_shown(context):
-    finding = only(context({"method": {"type": "PSOFT"}, "merge.enabled": False}), "model-settings-conflict")
-    assert (finding.field, finding.value) == ("spec.method.settings.r", "32 (the default)")
+    finding = only(context({"method": {"type": "MiSS"}, "merge.enabled": False}), "model-settings-conflict")
+    assert (finding.field, finding.value) == ("spec.method.settings.r", "64 (the default)")
     assert finding.fix.startswith("write a smaller number, or")
 
 
@@ -342,17 +336,6 @@ def test_a_job_that_has_trained_may_be_checked_again_beside_its_own_results(cont
     (claims / "models-out" / "quickstart" / "merged").mkdir(parents=True)
     job.workspace.adapter.mkdir(parents=True)
     assert run(job).outcome is Outcome.SUCCEEDED
-
-
-def test_a_merge_that_could_not_be_verified_is_refused_before_the_training(context, monkeypatch):
-    """PSOFT's layers are made from the base's weights, so that the base cannot be read layer by layer."""
-    job = context({"method": {"type": "PSOFT", "settings": {"r": 4}}})
-    assert run(job).outcome is Outcome.SUCCEEDED
-    monkeypatch.setattr("finetune_trainer.verify.logits.MAX_WHOLE_BYTES", 1000)
-    finding = only(context({"method": {"type": "PSOFT", "settings": {"r": 8}}}), "merge-impossible")
-    assert finding.field == "spec.merge.enabled"
-    assert "cannot be verified" in finding.message
-    assert run(context({"method": {"type": "PSOFT", "settings": {"r": 8}}, "merge.enabled": False})).outcome is Outcome.SUCCEEDED
 
 
 def test_a_base_that_the_verification_cannot_read_is_refused_before_the_training(context, monkeypatch):

@@ -184,11 +184,10 @@ def test_a_model_that_fails_its_verification_is_quarantined(trained: Trained, tm
     "changes",
     [
         {"method": {"type": "VeRA", "lora": None, "settings": {"r": 8}}},
-        {"method": {"type": "UniLoRA", "lora": None, "settings": {"r": 4, "thetaDLength": 64, "saveIndices": True}}},
         {"method": {"type": "QLoRA"}},
         {"method": {"type": "QLoRA"}, "merge": {"base": "Dequantized"}},
     ],
-    ids=["shared projections", "shared vector", "packed base", "unpacked base"],
+    ids=["shared projections", "packed base", "unpacked base"],
 )
 def test_other_methods_and_packed_bases_are_merged_and_verified(
     changes: dict[str, dict[str, Any]], trained: Trained, tmp_path: Path

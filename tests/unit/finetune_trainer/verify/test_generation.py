@@ -78,11 +78,9 @@ def test_a_model_too_large_for_the_budget_gives_fewer_tokens_or_none(tmp_path: P
         continuations(models, PROMPTS, (), Budget(6, 2, 2 * size - 1), tmp_path)
 
 
-def test_an_adapter_that_is_made_from_weights_needs_the_merged_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tuned_model_stands_for_an_adapter_that_there_is_not(tmp_path: Path) -> None:
     base = tiny.save_base(tmp_path / "base", tiny.llama(), torch.float32)
-    adapter = tiny.save_adapter(tmp_path / "adapter", base, LoraConfig(r=4, **LINEAR))
-    monkeypatch.setattr(generation, "needs_base_weights", lambda _adapter: True)
-    with pytest.raises(ValueError, match="nothing was merged"):
-        continuations(Continued(base, adapter, None), PROMPTS, (), BUDGET, tmp_path)
-    _, found = continuations(Continued(base, adapter, base), PROMPTS, (), BUDGET, tmp_path)
+    with pytest.raises(ValueError, match="neither an adapter nor a tuned model"):
+        continuations(Continued(base, None, None), PROMPTS, (), BUDGET, tmp_path)
+    _, found = continuations(Continued(base, None, base), PROMPTS, (), BUDGET, tmp_path)
     assert [first == second for first, second in found] == [True, True]

@@ -38,14 +38,13 @@ from finetune_trainer.verify.logits import (
     BASE,
     Reference,
     _decoder_start,
-    _models_of,
     _prompt,
+    _StreamedOrWholeModels,
     _waves,
     _WholeModels,
     compare_logits,
 )
 from finetune_trainer.verify.logits_of_each import logits_of_each
-from finetune_trainer.verify.skeleton import ADAPTER_FROM_BASE_WEIGHTS
 from finetune_trainer.verify.stored_weights import StoredWeights
 from finetune_trainer.verify.streaming import NotStreamableError, Prompt, UnverifiableModelError, batches
 from tests.support.forked_ranks import run_processes
@@ -168,7 +167,7 @@ def both_ways(
     for kind in ("streamed", "whole"):
         (directory / kind).mkdir()
         models = (
-            _models_of(reference, (BASE, ADAPTED), directory)
+            _StreamedOrWholeModels(reference, (BASE, ADAPTED), directory)
             if kind == "streamed"
             else _WholeModels(reference, (BASE, ADAPTED), "for comparison")
         )
@@ -225,7 +224,7 @@ def test_weights_are_read_once_for_all_prompts(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(StoredWeights, "whole", whole)
     reference = made(tmp_path, "llama")
-    models = _models_of(reference, (BASE, ADAPTED), tmp_path)
+    models = _StreamedOrWholeModels(reference, (BASE, ADAPTED), tmp_path)
     models.logits([Prompt(tuple(prompt)) for prompt in PROMPTS], tmp_path)
     assert len(read) == len(set(read)) == 2 * 9 + 2  # all but the embeddings, of which rows are read
 
@@ -245,23 +244,18 @@ def test_a_model_that_cannot_be_streamed_is_loaded_whole_or_refused(tmp_path: Pa
         "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING._extra_content",
         {tiny.LlamaConfig: BorrowsWeights},
     )
-    models = _models_of(reference, (BASE, ADAPTED), tmp_path)
+    models = _StreamedOrWholeModels(reference, (BASE, ADAPTED), tmp_path)
     (files,) = logits_of_each([models], [Prompt((1, 2, 3))], tmp_path)
     assert isinstance(models._whole, _WholeModels)  # type: ignore[attr-defined]
     assert files[ADAPTED][0].stat().st_size == 3 * 320 * 2
     monkeypatch.setattr(logits_module, "MAX_WHOLE_BYTES", 1000)
     with pytest.raises(UnverifiableModelError, match="cannot be verified layer by layer"):
-        logits_of_each([_models_of(reference, (BASE, ADAPTED), tmp_path)], [Prompt((1, 2, 3))], tmp_path)
-
-
-def test_methods_made_from_the_bases_weights_are_known() -> None:
-    """Their layers are attached to a model that has its weights; a new one of them must be found out by hand."""
-    assert {name.upper() for name in MERGED} >= ADAPTER_FROM_BASE_WEIGHTS
+        logits_of_each([_StreamedOrWholeModels(reference, (BASE, ADAPTED), tmp_path)], [Prompt((1, 2, 3))], tmp_path)
 
 
 def test_a_missing_weight_is_an_error_and_never_zero(tmp_path: Path) -> None:
     reference = made(tmp_path, "llama")
-    models = _models_of(reference, (BASE,), tmp_path)
+    models = _StreamedOrWholeModels(reference, (BASE,), tmp_path)
     (streamed,) = models._streamed  # type: ignore[attr-defined]
     skeleton = streamed._models[BASE]
     skeleton.base.model.layers[1].mlp.up_proj._forward_pre_hooks.clear()
@@ -271,7 +265,7 @@ def test_a_missing_weight_is_an_error_and_never_zero(tmp_path: Path) -> None:
 
 def test_a_token_that_no_prompt_holds_is_an_error(tmp_path: Path) -> None:
     reference = made(tmp_path, "llama")
-    models = _models_of(reference, (BASE,), tmp_path)
+    models = _StreamedOrWholeModels(reference, (BASE,), tmp_path)
     (streamed,) = models._streamed  # type: ignore[attr-defined]
     streamed._ids = frozenset((1, 2))
     embeddings = streamed._models[BASE].base.get_input_embeddings()
@@ -302,7 +296,7 @@ def test_what_a_prompt_is_filled_up_with_does_not_change_its_logits(case: str, t
     together, _ = both_ways(reference, tmp_path)
     dtype, start = CASES[case][2], _decoder_start(reference.base)
     for number, prompt in enumerate(PROMPTS):
-        models = _models_of(reference, (BASE, ADAPTED), tmp_path)
+        models = _StreamedOrWholeModels(reference, (BASE, ADAPTED), tmp_path)
         files = models.logits([_prompt(prompt, start)], tmp_path)
         for label, place in ((BASE, number), (ADAPTED, len(PROMPTS) + number)):
             alone = torch.frombuffer(bytearray(files[label][0].read_bytes()), dtype=dtype).float()

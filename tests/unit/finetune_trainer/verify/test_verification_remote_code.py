@@ -11,6 +11,7 @@ from peft import LoraConfig
 
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
+from finetune_trainer.verify import logits
 from finetune_trainer.verify.gate import GATES
 from finetune_trainer.verify.report import VerificationReport
 from finetune_trainer.verify.verification import verify_merge
@@ -72,7 +73,9 @@ def test_a_model_with_code_of_its_own_is_verified(
     merged: tuple[Path, list[Path], Path], monkeypatch: pytest.MonkeyPatch, is_whole: bool
 ) -> None:
     if is_whole:
-        monkeypatch.setattr("finetune_trainer.verify.logits.needs_base_weights", lambda _adapter: True)
+        monkeypatch.setattr(
+            logits, "_StreamedOrWholeModels", lambda reference, labels, _: logits._WholeModels(reference, labels, "asked for")
+        )
     report = verified(merged, allow_remote_code=True)
     assert report.passed
     assert report.logits is not None

@@ -6,8 +6,7 @@ model; the adapter is attached to it and filled as `PeftModel.from_pretrained` d
 outside it but shared tensors of the adapter file. Measured for every method that finetune_job.methods says merges
 (tests/unit/finetune_trainer/merge/test_non_lora.py).
 Memory: the module's parameters in PEFT's dtype, the adapter's tensors for it, and PEFT's temporaries, which are fp32 products of
-the weight's shape, one to three of them; for PSOFT decompositions of the weight. One module at a time, however
-many threads.
+the weight's shape, one to three of them. One module at a time, however many threads.
 """
 
 from __future__ import annotations
