@@ -304,13 +304,9 @@ LINES: Mapping[str, By | PartOf | No] = {
 
 NAMES = frozenset(
     """finetune estimate --calibration
-finetune estimate --gpu
 finetune estimate --gpu H100
 finetune fork --from
-finetune merge --device cuda
-finetune run --fresh
 finetune run --ranks 1
-finetune run --ranks N
 finetune validate --claims DIR
 finetune validate --fix
 helm test --timeout
@@ -321,9 +317,7 @@ kubectl delete --cascade=orphan
 kubectl delete pod
 kubectl finetune download
 kubectl finetune logs
-kubectl finetune logs -f
-kubectl finetune reproduce
-kubectl replace --force""".splitlines()
+kubectl finetune logs -f""".splitlines()
 )
 """A command and an option that a sentence speaks of: without what the command needs, nobody could run them."""
 
