@@ -15,19 +15,19 @@ from finetune_operator.loop_pauses import collect_rarely
 from finetune_operator.settings import Timeouts, parse_settings
 
 DEEPEST_OBJECT = 10_000
-"""Levels of the deepest object that an API server takes. Our definition cannot bound what the free-form settings of a method
-hold, and one object of one tenant must not end the watch of all."""
+"""Levels of the deepest object that an API server accepts. Our definition cannot limit the free-form settings of a method, and
+one object of one tenant must not end the watch of all."""
 FRAMES_PER_LEVEL = 5
 STACK_BYTES = 64 << 20
-"""Of threads: json's decoder and encoder need about half a kilobyte for each level."""
+"""Stack size of threads: json's decoder and encoder need about half a kilobyte for each level."""
 
 
 SWITCH_SECONDS = 0.001
-"""The threads of the lease and of the watches share the interpreter with the main loop, and get it after so long."""
+"""Interval after which the interpreter switches threads: those of the lease and the watches share it with the main loop."""
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Run the operator. Returns the exit code."""
     sys.setswitchinterval(SWITCH_SECONDS)
     sys.setrecursionlimit(FRAMES_PER_LEVEL * DEEPEST_OBJECT)
     threading.stack_size(STACK_BYTES)

@@ -1,4 +1,4 @@
-"""Wires the operator: health server, CRD wait, lease, first list, watches, workers; and takes it down again in order."""
+"""Wires the operator: health server, CRD wait, lease, first list, watches, workers; and shuts it down in order."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FLUSH_SECONDS = 2.0
 
 
 async def run(settings: Settings, timeouts: Timeouts) -> int:
-    """Run until SIGTERM or SIGINT (exit code 0) or until something that cannot be fixed here (1)."""
+    """Run until SIGTERM or SIGINT (exit code 0) or until an error that cannot be handled here (1)."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -80,7 +80,7 @@ async def run(settings: Settings, timeouts: Timeouts) -> int:
         _log.info("leading", identity=settings.identity)
         return await _lead(settings, timeouts, api, health=health, metrics=metrics, stopping=stopping)
     finally:
-        # The next leader must not meet a write of ours, so the lease goes back last.
+        # The next leader must not see a late write of ours, so the lease is released last.
         await api.close()
         await leadership.stop()
         beat.cancel()
@@ -121,8 +121,8 @@ async def _lead(
     name = accounts_name(settings.lease_name)
     accounts = Accounts(api, cache, settings.lease_namespace, name, failed=lambda: metrics.failed(ACCOUNTS))
 
-    def take_in(kind: Kind, deleted: bool, held: CachedObject) -> None:
-        for key in sorted(cache.remove(kind, held) if deleted else cache.apply(kind, held)):
+    def take_in(kind: Kind, deleted: bool, cached: CachedObject) -> None:
+        for key in sorted(cache.remove(kind, cached) if deleted else cache.apply(kind, cached)):
             queue.add(key, urgency(cache.job(key)))
         if kind == PROFILES:
             profiles.changed.set()
@@ -213,7 +213,7 @@ async def _beat(health: Health) -> None:
 
 
 async def _run_unless_stopped(stopping: asyncio.Event, work: Awaitable[object]) -> bool:
-    """Do the work; False where the stop signal came first. Raises what the work raises."""
+    """Do the work. Returns False if the stop signal came first. Raises what the work raises."""
     task = asyncio.ensure_future(work)
     await _wait_for_first(stopping.wait(), task)
     if not task.done():

@@ -1,12 +1,12 @@
-"""`python -m finetune_operator.apply_profiles FILE`: bring the FineTuneProfiles of a release to the cluster.
+"""`python -m finetune_operator.apply_profiles FILE`: apply the FineTuneProfiles of a release to the cluster.
 
 It runs before the operator in each of its pods. Helm cannot do this itself: it looks up every kind before it installs anything,
 and the definition of profiles may come with the same release. A hook would delete a profile before it makes it again.
 
-FILE is a JSON list of what `Wanted` holds. All of it is read and judged before the first request. A profile is applied on the
-server's side under a field manager of its own and without force, and only if its content differs from what was applied last: a
-restart changes nothing, and an upgrade that would overwrite what a person has changed is refused and named. Each profile is
-owned by an object of the release, so that it goes when that object goes.
+FILE is a JSON list of `Wanted`. All of it is read and validated before the first request. A profile is applied on the server's
+side under a field manager of its own and without force, and only if its content differs from what was applied last: a restart
+changes nothing, and an upgrade that would overwrite what a person has changed is refused and named. Each profile is owned by an
+object of the release, so that it is deleted with that object.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DIGEST_ANNOTATION = f"{GROUP}/applied-digest"
 _RELEASE_LABELS = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by")
 CRD_WAIT = 300.0
 CRD_POLL = 1.0
-"""Seconds."""
+"""Seconds to wait for the definitions, and between two looks."""
 _log = logger(__name__)
 
 
@@ -64,16 +64,16 @@ class Profile:
 
     wanted: Wanted
     spec: dict[str, Any]
-    """As written, without defaults: those are the API server's to add, and nobody's to own."""
+    """The spec as written, without defaults: the API server adds those, and no field manager should own them."""
 
     @property
     def digest(self) -> str:
-        """Of all that is applied but the owner, whose UID only the server knows."""
+        """Digest of everything that is applied except the owner, whose UID only the server knows."""
         content = json.dumps([self.wanted.labels, self.wanted.owner, self.spec], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def document(self, owner_uid: str) -> Document:
-        """What is sent to the server."""
+        """Return the object that is sent to the server."""
         owner = {
             "apiVersion": CLUSTER_ROLES.api_version,
             "kind": CLUSTER_ROLES.name,
@@ -88,22 +88,22 @@ class Profile:
         }
         return {"apiVersion": PROFILES.api_version, "kind": PROFILES.name, "metadata": metadata, "spec": self.spec}
 
-    def is_applied(self, found: Document | None, owner_uid: str) -> bool:
-        """Whether the last thing that was applied to the object is this."""
-        metadata = (found or {}).get("metadata", {})
+    def is_applied(self, existing: Document | None, owner_uid: str) -> bool:
+        """Whether this profile is what was last applied to the object."""
+        metadata = (existing or {}).get("metadata", {})
         owners = [owner.get("uid") for owner in metadata.get("ownerReferences") or []]
         return (metadata.get("annotations") or {}).get(DIGEST_ANNOTATION) == self.digest and owner_uid in owners
 
-    def is_taken_over(self, found: Document | None) -> bool:
+    def is_taken_over(self, existing: Document | None) -> bool:
         """Whether the object is what a chart before 0.2 made as a hook of the same release: then what it wrote is ours."""
-        metadata = (found or {}).get("metadata", {})
+        metadata = (existing or {}).get("metadata", {})
         ours = {label: self.wanted.labels.get(label) for label in _RELEASE_LABELS}
-        held = metadata.get("labels") or {}
-        return DIGEST_ANNOTATION not in (metadata.get("annotations") or {}) and ours.items() <= held.items()
+        labels = metadata.get("labels") or {}
+        return DIGEST_ANNOTATION not in (metadata.get("annotations") or {}) and ours.items() <= labels.items()
 
 
 def read_profiles(text: str) -> list[Profile]:
-    """Raises ProfileError with the field, the value and the reason, of the first profile that is wrong."""
+    """Read the profiles. Raises ProfileError with field, value and reason for the first one that is wrong."""
     profiles = []
     for entry in json.loads(text):
         try:
@@ -120,7 +120,9 @@ def read_profiles(text: str) -> list[Profile]:
 
 
 async def apply(api: Api, profiles: Iterable[Profile]) -> None:
-    """Apply those that are new or changed. Raises ProfileError if the server refuses one, after the others have been tried."""
+    """Apply the profiles that are new or changed. Raises ProfileError if the server refuses one, after the others have been
+    tried.
+    """
     refused = []
     for profile in profiles:
         try:
@@ -139,12 +141,12 @@ async def _apply_one(api: Api, profile: Profile) -> None:
             f"profile {wanted.name}: the ClusterRole {wanted.owner} is not there; install the chart with rbac.create"
         )
     uid = str(owner["metadata"]["uid"])
-    found = await api.get(PROFILES, None, wanted.name)
-    if profile.is_applied(found, uid):
+    existing = await api.get(PROFILES, None, wanted.name)
+    if profile.is_applied(existing, uid):
         _log.info("profile is as the release has it", profile=wanted.name)
         return
     try:
-        await api.apply(PROFILES, wanted.name, profile.document(uid), FIELD_MANAGER, force=profile.is_taken_over(found))
+        await api.apply(PROFILES, wanted.name, profile.document(uid), FIELD_MANAGER, force=profile.is_taken_over(existing))
     except ApiError as error:
         fix = (
             "give these fields the same values in profiles."
@@ -166,7 +168,7 @@ async def _run(profiles: list[Profile]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code."""
+    """Apply the profiles of a file. Returns the exit code."""
     configure_logs("info")
     (file,) = arguments
     try:

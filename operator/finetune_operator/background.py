@@ -1,4 +1,6 @@
-"""What runs next to the workers, whatever fails: a server that is away comes back, and a defect ends one round alone."""
+"""Background tasks beside the workers. They survive failures: a server that is away comes back, and a defect ends only one
+round.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,14 @@ class Relisting:
     job_keys: Callable[[], list[JobKey]]
     queue: WorkQueue[JobKey]
     first: float
-    """Seconds until the first time: for what vanished between the start-up list and the first watch."""
+    """Seconds until the first comparison, for objects that vanished between the start-up list and the first watch."""
     period: float
     restarted: asyncio.Event
-    """Set when the watches were started again: then at once, and soon after that."""
+    """Set when the watches were started again: then the cache is compared at once, and soon after that."""
     failed: CountFailure
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Compare until cancelled."""
         pause = self.first
         while True:
             with suppress(TimeoutError):
@@ -68,7 +70,7 @@ class Relisting:
                 _log.warning("relist failed", error=str(error))
                 self.failed("relist")
             except Exception:  # noqa: BLE001
-                # What it would have found is found by the next one; work on all jobs must not end for it.
+                # The next comparison finds what this one would have found; the work on all jobs must not end for it.
                 _log.exception("relist failed unexpectedly")
                 self.failed("relist")
             # Spread over the pause: every job is looked at once in a while even if each event about it was lost.

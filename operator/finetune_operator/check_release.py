@@ -1,6 +1,7 @@
-"""`python -m finetune_operator.check_release`: what `helm test` runs, with rights of its own to make jobs and to use one claim.
+"""`python -m finetune_operator.check_release`: the program of `helm test`, with its own rights to create jobs and to use one
+claim.
 
-It makes nothing, unless it is given a job: the API server only tries whether it would accept the others.
+It creates nothing unless it is given a job: it asks the API server in dry runs whether it would accept the others.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ METRICS_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ReleaseCheck:
-    """What was tried, and what is wrong; empty: nothing."""
+    """A check that was made, and what is wrong; empty if nothing is."""
 
     what: str
     problem: str
@@ -64,18 +65,20 @@ def job_with(field: str, value: Any) -> Document:
     return job
 
 
-async def _try(api: Api, namespace: str, job: Document, code: int, said: str) -> str:
-    """What is wrong with the API server's answer to a dry run; 201: it should accept the job."""
+async def _try(api: Api, namespace: str, job: Document, code: int, message: str) -> str:
+    """Try a job in a dry run. Returns what is wrong with the API server's answer. `code` 201: it should accept the job."""
     query = {"dryRun": "All", "fieldValidation": "Strict"}
     try:
         await api.request("POST", JOBS.path(namespace), query, body=job)
     except ApiError as error:
-        return "" if error.code == code and said in error.message else str(error)
+        return "" if error.code == code and message in error.message else str(error)
     return "" if code == 201 else "the API server accepts it"
 
 
 async def run_job(api: Api, namespace: str, spec: Document, seconds: float) -> str:
-    """Run a job to its end; what is wrong, empty if it succeeded. It is deleted then, and else left to be looked at."""
+    """Run a job to its end. Returns what is wrong; empty if it succeeded. It is deleted if it succeeded, else left for
+    inspection.
+    """
     job = {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": {"name": RUN}, "spec": spec}
     look = f"look at it with kubectl describe finetunejob {RUN} --namespace {namespace}, then delete it"
     loop = asyncio.get_running_loop()
@@ -103,13 +106,13 @@ class MetricsAddress:
 
     address: str
     authorities: Path | None = None
-    """Certificates that sign the server's; None: those of the system."""
+    """Certificates that sign the server's; None for those of the system."""
     token: Path | None = None
-    """What to show; None: nothing."""
+    """File with the token to send; None for no token."""
 
 
 async def read_metrics(metrics: MetricsAddress) -> str:
-    """What is wrong with the metrics; empty: they can be read. Raises OSError if a file is missing."""
+    """Read the metrics. Returns what is wrong; empty if they can be read. Raises OSError if a file is missing."""
     address = metrics.address
     context = ssl.create_default_context(cafile=None if metrics.authorities is None else str(metrics.authorities))
     headers = {} if metrics.token is None else {"Authorization": f"Bearer {metrics.token.read_text().strip()}"}
@@ -138,16 +141,16 @@ class JobToRun:
 
     spec: Document
     seconds: float
-    """It may take."""
+    """Longest time that it may take."""
 
 
 async def check(
     namespace: str, metrics: MetricsAddress | None, job: JobToRun | None = None, *, is_admission_asked: bool
 ) -> list[ReleaseCheck]:
-    """All checks of a release. Raises ApiUnreachableError, ConfigException."""
+    """Make all checks of a release. Raises ApiUnreachableError, ConfigException."""
     api = Api(await load_configuration())
     try:
-        found = [
+        checks = [
             ReleaseCheck("a good FineTuneJob is accepted", await _try(api, namespace, JOB, 201, "")),
             ReleaseCheck(
                 "a FineTuneJob with a wrong value is refused by the field's name",
@@ -159,19 +162,19 @@ async def check(
             problem = await _try(
                 api, namespace, foreign, 403, f"spec.workspace.claimName: you may not use the claim {FOREIGN_CLAIM}"
             )
-            found.append(ReleaseCheck("a FineTuneJob that names a claim which its author may not use is refused", problem))
+            checks.append(ReleaseCheck("a FineTuneJob that names a claim which its author may not use is refused", problem))
         if job is not None:
             problem = await run_job(api, namespace, job.spec, job.seconds)
-            found.append(ReleaseCheck("the FineTuneJob of the values succeeds", problem))
+            checks.append(ReleaseCheck("the FineTuneJob of the values succeeds", problem))
     finally:
         await api.close()
     if metrics is not None:
-        found.append(ReleaseCheck("the operator's metrics can be read", await read_metrics(metrics)))
-    return found
+        checks.append(ReleaseCheck("the operator's metrics can be read", await read_metrics(metrics)))
+    return checks
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code."""
+    """Print the result of each check. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="finetune_operator.check_release", description="Check an installed release.")
     parser.add_argument("--namespace", required=True, help="a served namespace")
     parser.add_argument("--metrics", help="address of the operator's metrics; unset: they are not read")
@@ -188,9 +191,9 @@ def main(arguments: list[str]) -> int:
     except (ApiUnreachableError, ConfigException) as error:
         print(f"failed: the API server is reached: {error}")
         return 1
-    for each in checks:
-        print(f"failed: {each.what}: {each.problem}" if each.problem else f"passed: {each.what}")
-    return 1 if any(each.problem for each in checks) else 0
+    for result in checks:
+        print(f"failed: {result.what}: {result.problem}" if result.problem else f"passed: {result.what}")
+    return 1 if any(result.problem for result in checks) else 0
 
 
 if __name__ == "__main__":

@@ -19,17 +19,17 @@ WAITING = "waiting for the CustomResourceDefinitions or the first complete list"
 
 
 class Health:
-    """What the probes answer. Written by the main loop, read by the server's thread."""
+    """The state that the probes report. The main loop writes it, and the server's thread reads it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._beat = clock()
         self.is_ready = False
-        """Standing by, or working with a complete cache."""
+        """Whether the replica is a standby, or works with a complete cache."""
         self.is_leading = False
 
     def beat(self) -> None:
-        """The main loop is alive."""
+        """Note that the main loop is alive."""
         self._beat = self._clock()
 
     @property
@@ -47,7 +47,7 @@ def health_server(
     gate: ReaderCheck | None = None,
     tls: Callable[[], ssl.SSLContext] | None = None,
 ) -> HttpServer:
-    """The server; `address` tells host and port. Raises OSError if it cannot listen."""
+    """Build the server, whose `address` is host and port. Raises OSError if it cannot listen."""
 
     def verdict(good: bool, why_not: str) -> Answer:
         return Answer(b"ok\n") if good else Answer(f"{why_not}\n".encode(), status=HTTPStatus.SERVICE_UNAVAILABLE)

@@ -1,4 +1,4 @@
-"""Gauges of single jobs, from their status: they are there for as long as the FineTuneJob is, also after its pods."""
+"""Gauges of single jobs, from their status. They exist as long as the FineTuneJob, also after its pods."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ _TIMES = {
 
 
 class JobCollector(Collector):
-    """At every scrape, of all jobs in the cache."""
+    """Collects the gauges of all jobs in the cache at every scrape."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing in advance: registering must not count."""
+        """Describe nothing in advance: registering must not read the cache."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All families, as of now."""
+        """Collect all families, as of now."""
         info = GaugeMetricFamily("finetune_job_info", "What is constant in a job; always 1.", labels=(*_JOB, *_INFO))
         status = GaugeMetricFamily("finetune_job_status", "The phase that a job is in; 1.", labels=(*_JOB, "state"))
         waiting = GaugeMetricFamily(
             "finetune_job_waiting", "Why a job that has not ended is not running; 1.", labels=(*_JOB, "reason")
         )
         gpus = GaugeMetricFamily("finetune_job_gpus", "GPUs of the training pods of a job that is placed.", labels=_JOB)
-        numbers = {fact: GaugeMetricFamily(*said, labels=_JOB) for fact, said in _NUMBERS.items()}
-        times = {fact: GaugeMetricFamily(*said, labels=_JOB) for fact, said in _TIMES.items()}
-        for held in sorted(self._cache.jobs(), key=lambda one: (one.key.namespace, one.key.name)):
-            summary = held.summary
+        numbers = {fact: GaugeMetricFamily(*name_and_help, labels=_JOB) for fact, name_and_help in _NUMBERS.items()}
+        times = {fact: GaugeMetricFamily(*name_and_help, labels=_JOB) for fact, name_and_help in _TIMES.items()}
+        for cached in sorted(self._cache.jobs(), key=lambda cached: (cached.key.namespace, cached.key.name)):
+            summary = cached.summary
             if summary is None:
                 continue
-            job = (held.key.namespace, held.key.name)
-            labels, gpus_per_pod = job_labels(self._cache, held)
+            job = (cached.key.namespace, cached.key.name)
+            labels, gpus_per_pod = job_labels(self._cache, cached)
             facts = summary.facts
             info.add_metric(
-                (*job, held.key.uid, labels.team, labels.queue, labels.method, labels.profile, labels.gpu, facts.model), 1
+                (*job, cached.key.uid, labels.team, labels.queue, labels.method, labels.profile, labels.gpu, facts.model), 1
             )
             status.add_metric((*job, summary.phase), 1)
             ready = next(((value, reason) for kind, value, reason in summary.conditions if kind == "Ready"), ("", ""))

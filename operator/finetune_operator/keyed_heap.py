@@ -1,4 +1,4 @@
-"""Keys in the order of a number each, where the number of a key may change and a key may be taken out."""
+"""Keys ordered by a number, where the number of a key may change and a key may be removed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SLACK = 64
 
 
 class KeyedHeap(Generic[K]):
-    """A heap in which changed and removed keys leave outdated entries, compacted as soon as these outnumber the living."""
+    """A heap in which changed and removed keys leave outdated entries, compacted as soon as these outnumber the current ones."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int, K]] = []
@@ -25,7 +25,7 @@ class KeyedHeap(Generic[K]):
         return len(self._current)
 
     def __contains__(self, key: K) -> bool:
-        """Whether the key is in."""
+        """Whether the key is present."""
         return key in self._current
 
     @property
@@ -34,24 +34,24 @@ class KeyedHeap(Generic[K]):
         return len(self._entries)
 
     def at(self, key: K) -> float | None:
-        """Number of a key, or None if it is not in."""
+        """Number of a key, or None if absent."""
         place = self._current.get(key)
         return None if place is None else place[0]
 
     def put(self, key: K, at: float) -> None:
-        """Put the key in, or give it another number. Keys with equal numbers come out in the order of their additions."""
+        """Add a key, or change its number. Keys with equal numbers come out in the order of their additions."""
         self._order += 1
         self._current[key] = (at, self._order)
         heapq.heappush(self._entries, (at, self._order, key))
         self._compact()
 
     def discard(self, key: K) -> None:
-        """Take the key out, if it is in."""
+        """Remove a key, if present."""
         if self._current.pop(key, None) is not None:
             self._compact()
 
     def first(self) -> tuple[float, K] | None:
-        """The key with the smallest number, left in; None if there is none."""
+        """The smallest number and its key, which stays; None if there is none."""
         while self._entries:
             at, order, key = self._entries[0]
             if self._current.get(key) == (at, order):
@@ -60,7 +60,7 @@ class KeyedHeap(Generic[K]):
         return None
 
     def pop(self) -> K | None:
-        """Take out the key with the smallest number; None if there is none."""
+        """Remove and return the key with the smallest number; None if there is none."""
         first = self.first()
         if first is None:
             return None

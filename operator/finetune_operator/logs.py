@@ -32,7 +32,7 @@ def configure_logs(level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # kopf tells the life of every watch and every object at INFO; a decision would drown in it.
+    # kopf logs the life of every watch and every object at INFO; our decisions would drown in it.
     for library in ("kopf", "aiohttp", "asyncio", "kubernetes"):
         logging.getLogger(library).setLevel(logging.WARNING)
 

@@ -1,7 +1,7 @@
-"""Pauses of the event loop: garbage collections, made rare, and how late the loop is, measured.
+"""Makes garbage collections rare, because they pause the event loop, and measures how late the loop is.
 
-What the cache replaces is freed by its reference count, at once. A collection of the oldest generation finds next to nothing,
-yet it visits every object of the cache in the middle of whatever pass runs at that moment: with the interpreter's own
+Objects that the cache replaces are freed at once by their reference count. A collection of the oldest generation finds next to
+nothing, yet it visits every object of the cache in the middle of whatever pass runs at that moment: with the interpreter's own
 thresholds ten thousand objects cost 0.2 s each time, and again whenever the cache has grown by a quarter.
 """
 
@@ -13,16 +13,16 @@ from collections.abc import Callable
 
 THRESHOLDS = (50_000, 10, 10)
 """New containers before a collection of the youngest generation, which takes about a millisecond; ten of those before one of
-the next. So the oldest is looked at after five million."""
+the next. So the oldest is collected after five million."""
 
 
 def collect_rarely() -> None:
-    """Let what is short-lived die by itself before it is looked for."""
+    """Raise the thresholds, so that short-lived objects are freed before the collector looks for them."""
     gc.set_threshold(*THRESHOLDS)
 
 
 def freeze_objects() -> None:
-    """Collect once, and never visit again what is left: the code, and what the first list brought."""
+    """Collect once, and exclude what is left from later collections: the code, and the objects of the first list."""
     gc.collect()
     gc.freeze()
 
@@ -31,7 +31,7 @@ PERIOD_SECONDS = 0.25
 
 
 async def measure_loop_lag(lagged: Callable[[float], None], period: float = PERIOD_SECONDS) -> None:
-    """Tell by how many seconds each sleep ended too late, until cancelled."""
+    """Report by how many seconds each sleep ended too late, until cancelled."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + period

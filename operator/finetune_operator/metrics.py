@@ -45,12 +45,12 @@ KNOWN_REASONS = frozenset(
         "Unauthorized",
     }
 )
-"""Reasons that are counted apart: a webhook can answer with any other."""
+"""Reasons that are counted separately: a webhook can answer with any other."""
 OTHER_REASON = "other"
 
 
 class Instruments(Protocol):
-    """What the rest of the operator reports."""
+    """Receives the measurements of the rest of the operator."""
 
     def request(self, answered: AnsweredRequest) -> None:
         """One API request was answered."""
@@ -74,7 +74,7 @@ class Instruments(Protocol):
 
 
 MOST_RULES = 512
-"""Different ids of findings that are counted apart. Preflight's come out of a pod that may run a tenant's code."""
+"""Number of ids of findings that are counted separately. Those of preflight come from a pod that may run a tenant's code."""
 OTHER_RULES = "other"
 _RULE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9/_-]{0,63}")
 
@@ -198,18 +198,18 @@ class Metrics:
 
 
 class WatchCollector(Collector):
-    """How old the news of the watches is."""
+    """Collects how old the latest events of the watches are."""
 
     def __init__(self, ages: Callable[[], dict[str, float]], num_restarts: Callable[[], int]) -> None:
         self._ages = ages
         self._num_restarts = num_restarts
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing in advance: registering must not count."""
+        """Describe nothing in advance: registering must not read the watches."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All figures, as of now."""
+        """Collect all figures, as of now."""
         ages: dict[tuple[str, ...], float] = {(kind,): seconds for kind, seconds in self._ages().items()}
         yield _gauge("finetune_watch_age_seconds", "Time since an event of this kind came.", ("kind",), ages)
         yield CounterMetricFamily(
@@ -218,7 +218,7 @@ class WatchCollector(Collector):
 
 
 class StateCollector(Collector):
-    """Gauges computed from current objects."""
+    """Collects gauges of the current objects."""
 
     def __init__(self, cache: Cache, queue: WorkQueue[JobKey], health: Health) -> None:
         self._cache = cache
@@ -226,22 +226,22 @@ class StateCollector(Collector):
         self._health = health
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing in advance: registering must not count."""
+        """Describe nothing in advance: registering must not read the cache."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All gauges, as of now."""
+        """Collect all gauges, as of now."""
         phases: Tally[tuple[str, ...]] = Tally()
         conditions: Tally[tuple[str, ...]] = Tally()
         attempts: Tally[tuple[str, ...]] = Tally()
         failures: Tally[tuple[str, ...]] = Tally()
-        for held in self._cache.jobs():
-            if held.summary is None:
+        for cached in self._cache.jobs():
+            if cached.summary is None:
                 continue
-            phases[held.key.namespace, held.summary.phase] += 1
-            for kind, status, reason in held.summary.conditions:
+            phases[cached.key.namespace, cached.summary.phase] += 1
+            for kind, status, reason in cached.summary.conditions:
                 conditions[kind, status, reason] += 1
-            for outcome, failure, counted in held.summary.outcomes:
+            for outcome, failure, counted in cached.summary.outcomes:
                 attempts[outcome,] += 1
                 if failure:
                     failures[failure, "true" if counted else "false"] += 1

@@ -1,7 +1,7 @@
-"""Who may read the metrics: those whom the API server knows by their token, and lets `get` the path `/metrics`.
+"""Decides who may read the metrics: clients whose token the API server knows, and which may `get` the path `/metrics`.
 
-That is how Kubernetes' own components protect their metrics (TokenReview and SubjectAccessReview). Probes are open: the kubelet
-has no token.
+That is how Kubernetes' own components protect their metrics (TokenReview and SubjectAccessReview). The probes need no token,
+because the kubelet has none.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PATH = "/metrics"
 TOKEN_REVIEWS = "/apis/authentication.k8s.io/v1/tokenreviews"  # noqa: S105 - a path
 ACCESS_REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
 ALLOWED_SECONDS, REFUSED_SECONDS = 60.0, 10.0
-"""How long an answer of the API server is believed."""
+"""How long an answer of the API server is cached."""
 MOST_VERDICTS = 256
 REQUESTS_AT_A_TIME = 4
-"""Everybody who reaches the port may send tokens that nobody knows; the API server is not to suffer from it."""
+"""Limit of our requests to the API server: everybody who reaches the port may send invalid tokens."""
 REVIEW_SECONDS = 3.0
 CERTIFICATE_SECONDS = 10.0
-"""Between two looks at the files of the certificate."""
+"""Seconds between two looks at the files of the certificate."""
 
 
 class MetricsGate:
@@ -46,7 +46,7 @@ class MetricsGate:
         self._api: Api | None = None
         self._clock = clock
         self._verdicts: OrderedDict[bytes, tuple[HTTPStatus, float]] = OrderedDict()
-        """Digest of a token -> the verdict, and until when it holds."""
+        """Digest of a token -> the verdict, and when it expires."""
 
     async def refusal(self, path: str, authorization: str) -> Answer | None:
         """See `ReaderCheck`."""
@@ -113,7 +113,7 @@ class Certificate:
         self._context = self._read()
 
     def __call__(self) -> ssl.SSLContext:
-        """The newest that could be read."""
+        """Return the context with the newest certificate that could be read."""
         if self._clock() - self._looked >= CERTIFICATE_SECONDS:
             self._looked = self._clock()
             try:

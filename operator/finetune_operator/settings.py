@@ -1,4 +1,4 @@
-"""What the operator can be told, and its time-outs and limits, each with its reason."""
+"""Settings of the operator, and its time-outs and limits, each with its reason."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ N = TypeVar("N", int, float)
 
 
 MOST_WORKERS = 48
-"""The cache keeps as many jobs as they were read: more workers would read them again and again."""
+"""Largest number of workers. As many parsed jobs are cached, and more workers would parse them again and again."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How much is done at a time."""
+    """How much is done at the same time."""
 
     workers: int = 32
     """Jobs reconciled at the same time; each spends its time waiting for the API server."""
@@ -33,10 +33,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a running operator is told from outside."""
+    """Everything that can be set for a running operator."""
 
     namespaces: tuple[str, ...]
-    """Namespaces that are watched; none: all."""
+    """Namespaces that are watched; all if empty."""
     lease_namespace: str
     """Namespace of the Lease that lets one replica work at a time."""
     lease_name: str
@@ -45,13 +45,13 @@ class Settings:
     that may live at the same time can share one; a pod's name has this property."""
     listen_address: str
     listen_port: int
-    """Port of /metrics, /healthz and /readyz; 0: any free one."""
+    """Port of /metrics, /healthz and /readyz; 0 for any free one."""
     log_level: str
     rates: Rates = Rates()
     metrics_authentication: bool = False
     """Whether readers of the metrics need a token that the API server knows, and the right to read them."""
     tls_directory: Path | None = None
-    """Has tls.crt and tls.key; None: plain HTTP."""
+    """Directory with tls.crt and tls.key; None for plain HTTP."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Timeouts:
     relist: float = 600.0
     """How often objects whose deletion the watch missed are dropped from the cache."""
     first_relist: float = 30.0
-    """The first time earlier: for what vanished between the start-up list and the first watch."""
+    """The first time is earlier, for objects that vanished between the start-up list and the first watch."""
     crd_wait: float = 3600.0
     """How long the CustomResourceDefinitions may be missing at start; after that the process exits to be seen."""
     crd_poll: float = 2.0

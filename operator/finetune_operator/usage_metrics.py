@@ -1,7 +1,7 @@
-"""Counters and histograms from the accounts of jobs: without names of jobs, and the same after a restart of the operator.
+"""Counters and histograms from the accounts of jobs. They have no names of jobs, and survive a restart of the operator.
 
-Everything is there with zero as soon as the first job of its labels is, because `increase` does not see the first value of a
-series.
+Every series begins with zero as soon as the first job of its labels exists, because `increase` does not see the first value of
+a series.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ Key = tuple[str, ...]
 
 
 class UsageCollector(Collector):
-    """`totals`: asked at every scrape."""
+    """Collects the usage of jobs. `totals` is called at every scrape."""
 
     def __init__(self, totals: Callable[[], Mapping[JobLabels, UsageTotals]]) -> None:
         self._totals = totals
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing in advance: registering must not count."""
+        """Describe nothing in advance: registering must not read the accounts."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All families, as of now."""
+        """Collect all families, as of now."""
         totals = self._totals()
         yield _ended(totals)
         yield _restarts(totals)
@@ -64,34 +64,34 @@ class UsageCollector(Collector):
 
 
 def _ended(totals: Mapping[JobLabels, UsageTotals]) -> Metric:
-    found: Tally[Key] = Tally()
-    for labels, each in totals.items():
+    counts: Tally[Key] = Tally()
+    for labels, usage in totals.items():
         place = (labels.namespace, labels.team, labels.method, labels.queue, labels.profile)
-        found.update({(*place, result, str(reason)): 0 for result, reason in ENDS})
-        found.update({(*place, *key.split("|")): number for key, number in each.ended.items()})
+        counts.update({(*place, result, str(reason)): 0 for result, reason in ENDS})
+        counts.update({(*place, *key.split("|")): number for key, number in usage.ended.items()})
     names = ("namespace", "team", "method", "queue", "profile", "result", "reason")
-    return _counter("finetune_jobs", "FineTuneJobs that have ended, by result and reason.", names, found)
+    return _counter("finetune_jobs", "FineTuneJobs that have ended, by result and reason.", names, counts)
 
 
 def _restarts(totals: Mapping[JobLabels, UsageTotals]) -> Metric:
-    found: Tally[Key] = Tally()
-    for labels, each in totals.items():
+    counts: Tally[Key] = Tally()
+    for labels, usage in totals.items():
         place = (labels.namespace, labels.team)
-        found.update({(*place, *key): 0 for key in RESTARTED})
-        found.update({(*place, *key.split("|")): number for key, number in each.restarts.items()})
+        counts.update({(*place, *key): 0 for key in RESTARTED})
+        counts.update({(*place, *key.split("|")): number for key, number in usage.restarts.items()})
     text = "Restarts of roles after a failure, by its class, and whether they counted against maxRestarts."
-    return _counter("finetune_restarts", text, ("namespace", "team", "class", "counted"), found)
+    return _counter("finetune_restarts", text, ("namespace", "team", "class", "counted"), counts)
 
 
 def _gpu_seconds(totals: Mapping[JobLabels, UsageTotals]) -> Iterator[Metric]:
     seconds: dict[Key, float] = {}
     cost: dict[Key, float] = {}
-    for labels, each in totals.items():
+    for labels, usage in totals.items():
         if not labels.gpu:
             continue
         for outcome in OUTCOMES:
             key = (labels.namespace, labels.team, labels.queue, labels.profile, labels.gpu, outcome)
-            spent = each.gpu_seconds.get(outcome, 0.0)
+            spent = usage.gpu_seconds.get(outcome, 0.0)
             seconds[key] = seconds.get(key, 0.0) + spent
             if labels.price:
                 cost[key] = cost.get(key, 0.0) + spent / 3600 * float(labels.price)
@@ -105,27 +105,27 @@ def _gpu_seconds(totals: Mapping[JobLabels, UsageTotals]) -> Iterator[Metric]:
 
 
 def _phases(totals: Mapping[JobLabels, UsageTotals]) -> Metric:
-    found: dict[Key, DurationCounts] = {}
-    for labels, each in totals.items():
+    histograms: dict[Key, DurationCounts] = {}
+    for labels, usage in totals.items():
         for phase in PHASES:
             if phase != FIRST_STEP:
-                _add(found, (labels.namespace, labels.queue, phase), each.durations.get(phase, DurationCounts()))
+                _add(histograms, (labels.namespace, labels.queue, phase), usage.durations.get(phase, DurationCounts()))
     text = "Duration of the phases of jobs that have ended."
-    return _histogram("finetune_phase_duration_seconds", text, ("namespace", "queue", "phase"), found)
+    return _histogram("finetune_phase_duration_seconds", text, ("namespace", "queue", "phase"), histograms)
 
 
 def _first_step(totals: Mapping[JobLabels, UsageTotals]) -> Metric:
-    found: dict[Key, DurationCounts] = {}
-    for labels, each in totals.items():
-        _add(found, (labels.namespace, labels.queue), each.durations.get(FIRST_STEP, DurationCounts()))
+    histograms: dict[Key, DurationCounts] = {}
+    for labels, usage in totals.items():
+        _add(histograms, (labels.namespace, labels.queue), usage.durations.get(FIRST_STEP, DurationCounts()))
     text = "From the start of a job to its first optimizer step, of jobs that have ended."
-    return _histogram("finetune_time_to_first_step_seconds", text, ("namespace", "queue"), found)
+    return _histogram("finetune_time_to_first_step_seconds", text, ("namespace", "queue"), histograms)
 
 
-def _add(found: dict[Key, DurationCounts], key: Key, more: DurationCounts) -> None:
-    before = found.get(key, DurationCounts())
-    counts = tuple(one + other for one, other in zip(before.counts, more.counts, strict=True))
-    found[key] = DurationCounts(counts=counts, total=before.total + more.total)
+def _add(histograms: dict[Key, DurationCounts], key: Key, more: DurationCounts) -> None:
+    before = histograms.get(key, DurationCounts())
+    counts = tuple(count + other for count, other in zip(before.counts, more.counts, strict=True))
+    histograms[key] = DurationCounts(counts=counts, total=before.total + more.total)
 
 
 def _counter(name: str, text: str, labels: tuple[str, ...], values: Mapping[Key, float]) -> Metric:

@@ -1,9 +1,9 @@
 """kopf's watches of what users write, in a thread of their own: every event becomes a projection for the main loop.
 
-Their own thread and loop, because kopf stalls its loop for seconds in a burst of objects, installs signal handlers where it
-runs in the main thread, and cancels every task of its loop when it ends. kopf is used for nothing else: no finalizers, no
-annotations, no handlers with state. It ends on errors that it cannot handle, such as an ERROR event; then it is started again
-in the same thread, and the keeper of what it told is asked to look for what it missed.
+They have their own thread and loop, because kopf stalls its loop for seconds in a burst of objects, installs signal handlers
+where it runs in the main thread, and cancels every task of its loop when it ends. kopf is used for nothing else: no finalizers,
+no annotations, no handlers with state. It ends on errors that it cannot handle, such as an ERROR event; then it is started
+again in the same thread, and the cache is compared with the API server for what was missed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from finetune_operator.logs import logger
 
 
 class NoDiffBase(kopf.DiffBaseStorage):  # type: ignore[misc]
-    """Every object looks the same."""
+    """A store for which every object looks the same."""
 
     def build(self, **_: Any) -> Any:
         """Nothing of the object matters."""
@@ -44,7 +44,7 @@ class NoDiffBase(kopf.DiffBaseStorage):  # type: ignore[misc]
 
 
 class NoProgress(kopf.ProgressStorage):  # type: ignore[misc]
-    """No handler has a state."""
+    """A store for handlers without state."""
 
     def fetch(self, **_: Any) -> Any:
         """There is none."""
@@ -73,7 +73,7 @@ IDLE_SECONDS = 0.1
 MOST_AT_ONCE = 200
 """Events that the main loop takes in without doing anything else: some milliseconds."""
 SILENCE_SECONDS = 120.0
-"""How long kopf may let a kind unwatched without a list of anything being answered."""
+"""How long a kind may stay unwatched while no list is answered."""
 ENDING_SECONDS = 2.0
 """How long kopf's tasks may take to end."""
 RESTART_FIRST = 1.0
@@ -82,11 +82,11 @@ RESTART_LONGEST = 30.0
 
 
 class NotWatchedError(Exception):
-    """kopf does not watch what it is told to. With scanning disabled it looks once, and would stay silent without end."""
+    """kopf does not watch a kind that it should. With scanning disabled it looks once, and would stay silent forever."""
 
 
 class ErrorBackoffs:
-    """Pauses between kopf's tries of one request: without an end, because an API server that is away comes back."""
+    """Endless pauses between kopf's tries of one request, because an API server that is away comes back."""
 
     def __iter__(self) -> Iterator[float]:
         pause = 0.5
@@ -112,8 +112,8 @@ class Watches:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self.ended = asyncio.Event()
         self.restarted = asyncio.Event()
-        """Set in the main loop after each time that kopf was started again: deletions may have been missed. To be cleared
-        there."""
+        """Set in the main loop after each time that kopf was started again: deletions may have been missed. The main loop
+        clears it."""
         self.num_restarts = 0
         self._heard = {kind.name: time.monotonic() for kind in WRITTEN_BY_USERS}
         self._inbox: deque[tuple[Kind, bool, CachedObject]] = deque()
@@ -143,7 +143,7 @@ class Watches:
                 started = time.monotonic()
                 try:
                     self._run_once()
-                except Exception as error:  # noqa: BLE001 - whatever it is, nobody may be left without watches
+                except Exception as error:  # noqa: BLE001 - whatever it is, the watches have to continue
                     _log.error("watches failed: they are started again", error=repr(error), pause_seconds=pause)
                 if self._is_stopped.wait(pause):
                     break
@@ -200,19 +200,20 @@ class Watches:
     def _handler(self, kind: Kind) -> Callable[..., Any]:
         async def on_event(event: dict[str, Any], **_: Any) -> None:
             self._heard[kind.name] = time.monotonic()
-            held = self._read(kind, event["object"])
-            if held is not None:
-                self._inbox.append((kind, event["type"] == "DELETED", held))
+            cached = self._read(kind, event["object"])
+            if cached is not None:
+                self._inbox.append((kind, event["type"] == "DELETED", cached))
                 if len(self._inbox) == 1:
-                    # Waking the main loop costs a system call and a change of threads: once for all that is there then.
+                    # Waking the main loop costs a system call and a change of threads, so it is done once for all events that are
+                    # there then.
                     self._main.call_soon_threadsafe(self._hand_over)
 
         return on_event
 
     def _hand_over(self) -> None:
-        """In the main loop: what has come, in its order.
+        """Pass on what has come, in its order. Runs in the main loop.
 
-        An event that finds the inbox empty wakes the loop; one that finds others is handed over after them.
+        An event that enters an empty inbox wakes the loop; later ones are handed over after it.
         """
         try:
             for _ in range(min(len(self._inbox), MOST_AT_ONCE)):
@@ -223,7 +224,7 @@ class Watches:
 
 
 class WatchedPaths:
-    """Which of the expected paths are watched, by what the API server answers."""
+    """Tracks which of the expected paths are watched, from the answers of the API server."""
 
     def __init__(self, expected: set[str], clock: Callable[[], float]) -> None:
         self.missing = set(expected)
@@ -233,11 +234,11 @@ class WatchedPaths:
 
     @property
     def seconds_left(self) -> float:
-        """Until it must be said that what is missing will never be watched."""
+        """Seconds until the missing paths count as paths that will never be watched."""
         return self._deadline - self._clock()
 
     def note(self, url: URL, status: int) -> None:
-        """A request was answered. A list shows that kopf is on its way, however many objects there are."""
+        """Note an answered request. A list shows that kopf makes progress, however many objects there are."""
         if status != 200:
             return
         if "watch" in url.query:
@@ -248,7 +249,7 @@ class WatchedPaths:
 
 
 async def _check(answers: WatchedPaths) -> None:
-    """Raises NotWatchedError once it is clear that something will never be watched."""
+    """Wait, and raise NotWatchedError once it is clear that something will never be watched."""
     while answers.missing:
         await asyncio.sleep(max(answers.seconds_left, 0.0))
         if answers.missing and answers.seconds_left <= 0:

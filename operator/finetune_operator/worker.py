@@ -1,9 +1,9 @@
-"""One reconcile pass: take a key, gather, decide, execute; what to log and when to look again.
+"""Runs reconcile passes: takes a key, gathers, decides, executes, logs the decision and schedules the next pass.
 
-No two passes over a job follow each other without an effect of the first, a pause, or a new event between them. An effect is
-what the API server carried out: a status write, a delete that it accepted, a create of what did not exist (`PassOutcome.ACTED`).
-A pass that only did what had been done already, or that found itself outdated, is none, and a job whose passes have an effect
-each time without ever coming to rest is stopped for a pause too.
+Between two passes over a job there is always an effect of the first, a pause, or a new event. An effect is what the API server
+carried out: a status write, a delete that it accepted, a create of what did not exist (`PassOutcome.ACTED`). A pass that only
+repeated what had been done already, or that was outdated, has no effect. A job whose passes have an effect each time without
+ever coming to rest is paused, too.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from finetune_operator.workqueue import QueueClosedError, Urgency, WorkQueue
 
 _log = logger(__name__)
 MOST_ACTS_IN_A_ROW = 8
-"""Passes with an effect that may follow each other at once. A whole life has no more than four between two waits."""
+"""Passes with an effect that may follow each other at once. A job has at most four between two waits."""
 REST_PER_CPU_SECOND = 20.0
-"""A job is not looked at for so many times the CPU that its last pass took in vain: events can make it use 5 % of a core."""
+"""A job rests so many times the CPU time of its last pass without effect, so that events make it use at most 5 % of a core."""
 SHORTEST_PAUSE = 0.05
 
 
-def urgency(held: CachedObject | None) -> Urgency:
-    """How soon to look at a job of which an event has come."""
-    is_new = held is None or held.summary is None or not held.summary.conditions
+def urgency(cached: CachedObject | None) -> Urgency:
+    """How soon to look at a job after an event about it."""
+    is_new = cached is None or cached.summary is None or not cached.summary.conditions
     return Urgency.NEW if is_new else Urgency.CHANGED
 
 
 TellFailure = Callable[[JobKey, Exception], Awaitable[None]]
 
 
-async def _tell_nobody(_key: JobKey, _error: Exception) -> None:
-    """For those who have no users."""
+async def _report_nothing(_key: JobKey, _error: Exception) -> None:
+    """Report nothing."""
 
 
 Decided = Callable[[JobView, FineTuneJobStatus | None], Awaitable[None]]
@@ -74,12 +74,12 @@ class Worker:
     decided: Decided
     """Called with what a pass has decided before it is written; what it raises puts the pass off."""
     cpu_clock: Callable[[], float] = time.thread_time
-    """CPU seconds of this thread: on a starved machine nobody is refused for what others took."""
+    """CPU seconds of this thread, so that on a busy machine no job is refused for the time that others took."""
     pass_budget: float = 1.0
-    """CPU seconds that reading and judging one job may take. They hold up the loop, so a job that is not started and needs more
-    twice is refused; one that is started is only looked at less often."""
-    tell_failure: TellFailure = _tell_nobody
-    """Called with what a pass failed over, if many in a row did; says it in the job's status."""
+    """CPU seconds that reading and judging one job may take. They hold up the loop, so a job that is not started and exceeds
+    them twice is refused; a started one is only looked at less often."""
+    tell_failure: TellFailure = _report_nothing
+    """Called with the error of a pass after many failures in a row, to report it in the job's status."""
     _acts: dict[JobKey, int] = field(default_factory=dict)
     """Passes with an effect since the last one that found nothing to do."""
     _overruns: dict[JobKey, _Overrun] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Worker:
             return "defect"
 
     async def _count_failure(self, key: JobKey, error: Exception) -> None:
-        """Say so in the status of the job, if it is not the first time."""
+        """Count a failure, and report it in the status of the job after several in a row."""
         self._failures[key] = self._failures.get(key, 0) + 1
         if self._failures[key] < FAILURES_BEFORE_TOLD:
             return
@@ -160,7 +160,7 @@ class Worker:
             self.queue.rest(key, cpu * REST_PER_CPU_SECOND)
         self._settle(key, outcome)
         if outcome is PassOutcome.UNCHANGED and keeps_error:
-            # It went well, so the next one may take the error back.
+            # This pass went well, so the next one may remove the error.
             self.queue.requeue_now(key)
         elif outcome is PassOutcome.UNCHANGED:
             self._requeue(key, gathered, actions)
@@ -172,7 +172,7 @@ class Worker:
             await asyncio.sleep(0)
 
     def _settle(self, key: JobKey, outcome: PassOutcome) -> PassOutcome:
-        """When to continue after a pass that ended so."""
+        """Schedule the next pass by how this one ended."""
         if outcome in (PassOutcome.UNCHANGED, PassOutcome.GONE):
             self.queue.forget(key)
             self._acts.pop(key, None)
@@ -185,7 +185,7 @@ class Worker:
         elif outcome is PassOutcome.ACTED:
             self._acts[key] = self._acts.get(key, 0) + 1
             if self._acts[key] <= MOST_ACTS_IN_A_ROW:
-                # Echoes of our own writes are known already and wake nobody, so what they allow next is looked at here.
+                # Events of our own writes are known already and wake no pass, so the next pass is queued here.
                 self.queue.requeue_now(key)
             else:
                 delay = self.queue.retry(key)
@@ -202,7 +202,7 @@ class Worker:
         return replace(observed, too_complex=overrun.passes > 1)
 
     def _overran(self, key: JobKey, job: JobView, cpu: float) -> int:
-        """How often this generation has."""
+        """Count a pass over its budget. Returns how many this generation has had."""
         overrun = self._overruns.setdefault(key, _Overrun(job.uid, job.generation))
         overrun.passes += 1
         _log.warning("pass over its budget", namespace=job.namespace, job=job.name, cpu_seconds=round(cpu, 3))

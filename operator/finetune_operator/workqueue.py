@@ -1,9 +1,9 @@
 """A queue of keys: a key waits in it once however often it is added, and is never handed to two workers at a time.
 
-Which key comes first: each gets a moment by which it should be taken, its addition plus the patience of its urgency, and the
-earliest moment comes first. So the urgent overtake the patient, and yet nothing waits without end: what is added later than the
-longest patience overtakes nobody. A key that continues after a pass keeps the moment of its first addition, so that what was
-begun is finished before what came later is begun.
+Each key has a moment by which it should be taken, its addition plus the patience of its urgency, and the earliest moment comes
+first. So urgent keys overtake patient ones, and yet none waits forever: a key that is added later than the longest patience
+overtakes no other. A key that continues after a pass keeps the time of its first addition, so that work is finished before
+later work is begun.
 
 A key that is added while a worker has it comes back when that worker is done. Delayed additions keep the earliest time.
 Everything runs on one event loop; no method but `get` waits.
@@ -24,14 +24,14 @@ LONGEST_PATIENCE = 30.0
 
 
 class QueueClosedError(Exception):
-    """The queue is shut down and empty-handed: the worker ends."""
+    """The queue is closed and hands out nothing more, so the worker ends."""
 
 
 class Urgency(Enum):
     """Why a key is added; the value is its patience in seconds."""
 
     NEW = 0.0
-    """Nobody has answered its user yet."""
+    """Its user has had no answer yet."""
     BEGUN = 2.0
     """Its last pass did something; the next one continues it."""
     CHANGED = 4.0
@@ -40,7 +40,7 @@ class Urgency(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Of a key in the queue."""
+    """The entry of a key in the queue."""
 
     since: float
     """When it was added; for a key that continues, when it was added first."""
@@ -54,9 +54,10 @@ class _Entry:
 
 
 class WorkQueue(Generic[K]):
-    """Keyed, de-duplicating, delayed. `clock`: monotonic seconds, the event loop's own unless a test gives another.
+    """A queue of keys without duplicates, with delays. `clock`: monotonic seconds, the event loop's own unless a test gives
+    another.
 
-    `waited` learns of every key that is taken how many seconds it waited after its time had come.
+    `waited` is called for every key that is taken, with the seconds that it waited after its time had come.
     """
 
     def __init__(
@@ -73,20 +74,20 @@ class WorkQueue(Generic[K]):
         self._waited = waited or (lambda _: None)
         self._ready: KeyedHeap[K] = KeyedHeap()
         self._places: dict[K, _Entry] = {}
-        """Of the keys in `_ready`."""
+        """Entries of the keys in `_ready`."""
         self._taken: dict[K, _Entry] = {}
         self._again: dict[K, _Entry] = {}
         """Keys added while taken."""
         self._due: KeyedHeap[K] = KeyedHeap()
         """Delayed keys by the time at which they are due."""
         self._patience: dict[K, float] = {}
-        """Of delayed keys: what waited long may wait a little longer."""
+        """Patience of delayed keys: what waited long may wait a little longer."""
         self._resting: KeyedHeap[K] = KeyedHeap()
         """Keys that are not to be taken before a time, no matter who adds them."""
         self._failures: dict[K, int] = {}
         self._changed = asyncio.Event()
         self._first_in_line = asyncio.Lock()
-        """Of the workers that wait one looks at the queue: to wake them all for each key would cost more than most passes."""
+        """Lets only one waiting worker look at the queue: waking all of them for each key would cost more than most passes."""
         self._closed = False
 
     def __len__(self) -> int:
@@ -110,12 +111,12 @@ class WorkQueue(Generic[K]):
         return heaps + len(self._places) + len(self._patience) + len(self._taken) + len(self._again) + len(self._failures)
 
     def add(self, key: K, urgency: Urgency = Urgency.CHANGED) -> None:
-        """Queue the key now. A delayed addition of it is done away with."""
+        """Queue the key now. A delayed addition of it is dropped."""
         now = self._clock()
         self._add(key, _Entry(now, urgency.value, now))
 
     def requeue_now(self, key: K) -> None:
-        """Queue a key again that the caller holds: it keeps its first place, so that what is begun comes to an end."""
+        """Queue a key again that the caller has taken. It keeps its first place, so that work that was begun comes to an end."""
         taken, now = self._taken.get(key), self._clock()
         self._add(key, _Entry(now if taken is None else taken.since, Urgency.BEGUN.value, now))
 
@@ -128,7 +129,7 @@ class WorkQueue(Generic[K]):
             self._delay(key, now + seconds, min(seconds, LONGEST_PATIENCE))
 
     def rest(self, key: K, seconds: float) -> None:
-        """No matter who adds the key, it is not taken before so many seconds have passed."""
+        """Let a key rest: whoever adds it, it is not taken before so many seconds have passed."""
         until = self._clock() + seconds
         if seconds > 0 and not self._closed:
             self._resting.put(key, max(until, self._resting.at(key) or until))
@@ -142,7 +143,7 @@ class WorkQueue(Generic[K]):
         return delay
 
     def forget(self, key: K) -> None:
-        """The key's pass went well: its next failure starts from the shortest delay."""
+        """Note that the key's pass went well: its next failure starts from the shortest delay."""
         self._failures.pop(key, None)
 
     async def get(self) -> K:
@@ -166,7 +167,7 @@ class WorkQueue(Generic[K]):
                     continue
 
     def done(self, key: K) -> None:
-        """The worker has finished with a key that it took."""
+        """Give back a key with which the worker has finished."""
         self._taken.pop(key, None)
         place = self._again.pop(key, None)
         if place is not None:

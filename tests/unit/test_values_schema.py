@@ -36,7 +36,7 @@ def test_the_profile_follows_the_api_model() -> None:
 def test_the_readme_has_every_value_with_its_default_and_comment() -> None:
     written = chart_readme.FILE.read_text()
     assert written == chart_readme.text(), "run `make generate`"
-    assert "| admission.operator.requireDigest | `false` | Take only images that are named by digest. |" in written
+    assert "| admission.operator.requireDigest | `false` | Allow only images that are named by digest. |" in written
     assert "| networkPolicy.apiServerPorts | `[443, 6443]` |  |" in written
 
 

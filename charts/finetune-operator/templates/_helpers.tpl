@@ -2,7 +2,7 @@
 {{- .Values.nameOverride | default .Chart.Name | trunc 52 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* Name of everything in a namespace that belongs to this release. */}}
+{{/* Name of the release's objects in namespaces. */}}
 {{- define "finetune-operator.fullname" -}}
 {{- $name := include "finetune-operator.name" . -}}
 {{- if .Values.fullnameOverride -}}
@@ -14,7 +14,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Name of what belongs to the whole cluster: releases of the same name in other namespaces have others. */}}
+{{/* Name of the release's cluster-scoped objects; releases of the same name in other namespaces have other names. */}}
 {{- define "finetune-operator.clusterName" -}}
 {{ include "finetune-operator.fullname" . }}-{{ .Release.Namespace }}
 {{- end -}}
@@ -46,7 +46,7 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* In: the root; an image of the values. */}}
+{{/* Full name of an image. In: the root; an image of the values. */}}
 {{- define "finetune-operator.imageOf" -}}
 {{- $root := index . 0 -}}
 {{- with index . 1 -}}
@@ -73,7 +73,7 @@ annotations: {{- toYaml . | nindent 2 }}
 
 {{/*
 Fails if another release serves a namespace of this one: both operators would write to the same jobs. A release that is scaled to
-zero serves none. Only the cluster can tell, so nothing is checked where Helm renders without one (`helm template`, Argo CD), nor
+zero serves none. Only the cluster knows this, so nothing is checked where Helm renders without one (`helm template`, Argo CD), nor
 where it is used without rights in the cluster.
 */}}
 {{- define "finetune-operator.refuseSharedNamespaces" -}}
@@ -108,7 +108,7 @@ where it is used without rights in the cluster.
 {{- end -}}
 {{- end -}}
 
-{{/* Claims that the job of `helm test` names: those of its pvc:// addresses, and its workspace. As a mapping, each once. */}}
+{{/* Claims that the job of `helm test` names: those of its pvc:// addresses, and its workspace. Keys of a mapping. */}}
 {{- define "finetune-operator.testClaims" -}}
 {{- range regexFindAll "\"pvc://[^/\"]+" (toJson .Values.test.job) -1 }}
 {{ trimPrefix "\"pvc://" . }}: true
@@ -118,7 +118,7 @@ where it is used without rights in the cluster.
 {{- end }}{{- end }}
 {{- end -}}
 
-{{/* ClusterRole that lets somebody see a profile, and with which the profile goes. In: the root; the profile's name. */}}
+{{/* Name of the ClusterRole that lets its subjects see a profile, and that owns the profile. In: the root; the profile's name. */}}
 {{- define "finetune-operator.profileRole" -}}
 {{ include "finetune-operator.clusterName" (index . 0) }}-profile-{{ index . 1 }}
 {{- end -}}
@@ -141,7 +141,7 @@ where it is used without rights in the cluster.
 
 {{/*
 What the operator may do where FineTuneJobs are: one list for the ClusterRole and for the Roles of single namespaces.
-No Secrets: pods name them, the operator never reads them. No creating of pods: the Job controller does that.
+It has no right to Secrets, which pods name and the operator never reads, and none to create pods, which the Job controller does.
 */}}
 {{- define "finetune-operator.rules" -}}
 - apiGroups: [finetune.dev]
@@ -150,7 +150,7 @@ No Secrets: pods name them, the operator never reads them. No creating of pods: 
 - apiGroups: [finetune.dev]
   resources: [finetunejobs/status]
   verbs: [patch]
-# Children block the deletion of their owner in the foreground; where owner references are policed that takes this right.
+# Children block the deletion of their owner in the foreground, which needs this right if the cluster checks owner references.
 - apiGroups: [finetune.dev]
   resources: [finetunejobs/finalizers]
   verbs: [update]
@@ -160,12 +160,12 @@ No Secrets: pods name them, the operator never reads them. No creating of pods: 
 - apiGroups: [""]
   resources: [configmaps, services]
   verbs: [get, list, watch, create, delete]
-# Deleted only if a Job left them behind, or by force where a profile allows it for nodes that are lost. Patched only in the label
+# Pods are deleted only if a Job left them behind, or by force if a profile allows that for lost nodes. Only the label is patched
 # that lets a gang of one pod run its next attempt in that pod.
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch, delete, patch]
-# Why Kueue holds a Job back. Where Kueue is not installed this names nothing.
+# The reason for which Kueue holds a Job back. Without Kueue there are no such objects.
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]
   verbs: [list]
@@ -182,7 +182,7 @@ No Secrets: pods name them, the operator never reads them. No creating of pods: 
   resources: [namespaces]
   verbs: [get]
 {{- if .Values.rbac.readNodes }}
-# Whether a GPU of a node broke, if the profile names conditions that say so.
+# Conditions of nodes, if the profile names some that report broken GPUs.
 - apiGroups: [""]
   resources: [nodes]
   verbs: [get]

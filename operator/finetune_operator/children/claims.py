@@ -18,7 +18,7 @@ def workspace_claim_of(spec: FineTuneJobSpec, job_name: str) -> str:
 
 
 def claims_named_by(spec: FineTuneJobSpec, job_name: str) -> dict[str, str]:
-    """Every claim that the job's pods mount, with the field that names it first."""
+    """Every claim that the job's pods mount, with the first field that names it."""
     sources = [(f"spec.{named.field}", parse_source(named.source)) for named in named_sources(spec)]
     fields = [(field, source.claim) for field, source in sources if isinstance(source, ClaimPath)]
     results = parse_destination(spec.output.destination)
@@ -38,7 +38,7 @@ def workspace_claim(
 ) -> dict[str, Any]:
     """The workspace claim made from the job's template.
 
-    Owned by the job only with `retain: Delete`: an owned claim is deleted with its owner, checkpoints included.
+    It is owned by the job only with `retain: Delete`: an owned claim is deleted with its owner, checkpoints included.
     """
     storage_class = template.storage_class_name or profile_storage_class
     spec: dict[str, Any] = {

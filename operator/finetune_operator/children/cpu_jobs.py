@@ -15,7 +15,8 @@ from finetune_operator.children.placement import queue_labels
 from finetune_operator.children.pod_template import DISRUPTION_FAILS_THE_JOB, plan_arguments, pod_template
 
 CPU_GRACE_PERIOD_SECONDS = 30
-"""None of these saves anything at its end, and each continues with what is complete: this only lets it write its report."""
+"""None of these roles saves anything when it ends, and each continues with what is complete: the period only lets it write its
+report."""
 
 
 def single_pod_job(
@@ -27,8 +28,8 @@ def single_pod_job(
     credentials: Sequence[dict[str, Any]] = (),
     resources: RoleResources | None = None,
 ) -> dict[str, Any]:
-    """A Job of one pod that is never replaced: the operator decides what follows a failure. `resources`: other than the
-    plan's.
+    """A Job of one pod that is never replaced: the operator decides what follows a failure. `resources` replace those of the
+    plan.
     """
     spec = {
         "completions": 1,
@@ -56,7 +57,7 @@ def single_pod_job(
 
 
 def fetch_job(run: FrozenRun, attempt: int) -> dict[str, Any]:
-    """Fetch of one attempt."""
+    """The fetch Job of one attempt."""
     credentials = [] if run.plan.fetch is None else fetch_credentials(run.plan.fetch)
     job = single_pod_job(run, Role.FETCH, attempt, CPU_GRACE_PERIOD_SECONDS, credentials=credentials)
     job["spec"]["template"]["spec"]["containers"][0]["env"] += variables_of_old_images(run.plan)
@@ -64,17 +65,17 @@ def fetch_job(run: FrozenRun, attempt: int) -> dict[str, Any]:
 
 
 def preflight_job(run: FrozenRun, attempt: int, resources: RoleResources | None = None) -> dict[str, Any]:
-    """Preflight of one attempt."""
+    """The preflight Job of one attempt."""
     return single_pod_job(run, Role.PREFLIGHT, attempt, CPU_GRACE_PERIOD_SECONDS, resources=resources)
 
 
 def merge_job(run: FrozenRun, attempt: int, resources: RoleResources | None = None) -> dict[str, Any]:
-    """Merge of one attempt."""
+    """The merge Job of one attempt."""
     return single_pod_job(run, Role.MERGE, attempt, CPU_GRACE_PERIOD_SECONDS, resources=resources)
 
 
 def publish_job(run: FrozenRun, attempt: int) -> dict[str, Any]:
-    """Publication of one attempt."""
+    """The publish Job of one attempt."""
     key = run.placement.signing_key_secret
     credentials = [] if run.plan.publish is None else publish_credentials(run.plan.publish, key)
     return single_pod_job(run, Role.PUBLISH, attempt, CPU_GRACE_PERIOD_SECONDS, credentials=credentials)

@@ -14,17 +14,17 @@ _GROUP_READS = 0o440
 
 
 def credentials_volume(sources: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The volume with these files, in the kubelet's memory and in no other container.
+    """The volume with these files. They are in memory, and mounted in no other container.
 
     The kubelet writes files of a Secret as root, for the pod's fsGroup where it has one, and for group 0 otherwise; no setting
-    makes them the property of the container's user. A user that is not root reads them as a member of that group: the kubelet
-    adds each process to the fsGroup, and the trainer image, as every user without an entry in its /etc/passwd, is in group 0.
+    makes the container's user their owner. A user that is not root reads them as a member of that group: the kubelet adds each
+    process to the fsGroup, and the trainer image, as every user without an entry in its /etc/passwd, is in group 0.
     """
     return {"name": VOLUME_NAME, "projected": {"defaultMode": _GROUP_READS, "sources": list(sources)}}
 
 
 def fetch_credentials(fetch: FetchPlan) -> list[dict[str, Any]]:
-    """Sources of a projected volume with what the fetch pod may show."""
+    """Sources of a projected volume with the credentials of the fetch pod."""
     sources = []
     if fetch.hub_token is not None:
         sources += _secret(fetch.hub_token.name, (HUB_TOKEN,), key=fetch.hub_token.key)
@@ -34,9 +34,9 @@ def fetch_credentials(fetch: FetchPlan) -> list[dict[str, Any]]:
 
 
 def variables_of_old_images(plan: LaunchPlan) -> list[dict[str, Any]]:
-    """The fetch pod's credentials as variables, as images of the one release read them that could fetch and not yet publish.
+    """The fetch pod's credentials as environment variables, for images of the one release that could fetch but not publish.
 
-    A run keeps the image that its plan names, whichever release looks after it.
+    A run keeps the image that its plan names, whichever release of the operator manages it.
     """
     if plan.fetch is None or "publish" in plan.model_fields_set:
         return []
@@ -52,7 +52,7 @@ def _variable(name: str, secret: str, key: str, *, required: bool) -> dict[str, 
 
 
 def publish_credentials(publish: PublishPlan, signing_key_secret: str | None = None) -> list[dict[str, Any]]:
-    """Sources of a projected volume with what the publish pod may show, and with the key that it signs with."""
+    """Sources of a projected volume with the credentials of the publish pod and the key that it signs with."""
     signing = [] if signing_key_secret is None else _secret(signing_key_secret, (SIGNING_KEY,))
     return _of_destination(publish) + signing
 
@@ -70,7 +70,7 @@ def _of_destination(publish: PublishPlan) -> list[dict[str, Any]]:
 
 
 def _secret(name: str, files: tuple[CredentialFile, ...], key: str | None = None) -> list[dict[str, Any]]:
-    """One source for the keys that must be there and one for those that may be: `optional` speaks of a whole source."""
+    """One source for the required keys and one for the optional ones, because `optional` applies to a whole source."""
     sources = []
     for required in (True, False):
         items = [{"key": key or file.key, "path": file.path} for file in files if file.required is required]

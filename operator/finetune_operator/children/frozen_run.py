@@ -1,4 +1,4 @@
-"""What every child is built from and carries: its owner and labels, the run with its frozen plan, and the ConfigMap that holds
+"""The common inputs and metadata of all children: owner and labels, the run with its frozen plan, and the ConfigMap that holds
 this plan for the containers.
 """
 
@@ -36,7 +36,7 @@ class Owner:
 
 
 def owner_reference(owner: Owner) -> dict[str, Any]:
-    """The controller reference: garbage collection deletes the child with its job."""
+    """The controller reference, by which garbage collection deletes the child with its job."""
     return {
         "apiVersion": API_VERSION,
         "kind": JOB_KIND,
@@ -49,12 +49,12 @@ def owner_reference(owner: Owner) -> dict[str, Any]:
 
 def labels(owner: Owner, role: Role | None = None, attempt: int | None = None) -> dict[str, str]:
     """Labels of a child, and of the pods of a role and attempt."""
-    found = {LABEL_MANAGED_BY: MANAGED_BY, LABEL_JOB: owner.name, LABEL_JOB_UID: owner.uid}
+    labels_of_child = {LABEL_MANAGED_BY: MANAGED_BY, LABEL_JOB: owner.name, LABEL_JOB_UID: owner.uid}
     if role is not None:
-        found[LABEL_ROLE] = str(role)
+        labels_of_child[LABEL_ROLE] = str(role)
     if attempt is not None:
-        found[LABEL_ATTEMPT] = str(attempt)
-    return found
+        labels_of_child[LABEL_ATTEMPT] = str(attempt)
+    return labels_of_child
 
 
 def metadata(
@@ -69,19 +69,19 @@ def metadata(
 ) -> dict[str, Any]:
     """Metadata of a child. `queue`: labels by which a queue finds it.
 
-    There is no digest of the child's own content: what is in a Job is changed by queues and webhooks as they like, and is not
-    ours to compare; the plan is proven by its digest in status.
+    There is no digest of the child's own content: queues and webhooks may change a Job, so it is not compared. The plan is
+    verified by its digest in status.
     """
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": name,
         "namespace": owner.namespace,
         "labels": {**(queue or {}), **labels(owner, role, attempt)},
     }
     if plan_sha256:
-        found["annotations"] = {ANNOTATION_PLAN_SHA256: plan_sha256}
+        fields["annotations"] = {ANNOTATION_PLAN_SHA256: plan_sha256}
     if owned:
-        found["ownerReferences"] = [owner_reference(owner)]
-    return found
+        fields["ownerReferences"] = [owner_reference(owner)]
+    return fields
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ class FrozenRun:
 
 
 def plan_configmap(owner: Owner, plan_json: str) -> dict[str, Any]:
-    """`plan_json`: the canonical JSON of the plan, byte for byte what its digest was made from.
+    """The ConfigMap of the plan. `plan_json`: the canonical JSON, byte for byte as its digest was computed from.
 
-    `immutable` spares the kubelets a watch; that nobody replaces the object is checked by digest, not by this flag.
+    `immutable` spares the kubelets a watch. A replaced object is detected by the digest, not by this flag.
     """
     data = {PLAN_KEY: plan_json}
     return {

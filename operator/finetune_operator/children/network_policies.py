@@ -1,9 +1,9 @@
-"""Whom the pods of a run may reach, and who may reach them: NetworkPolicies, which the cluster's network has to enforce.
+"""NetworkPolicies of a run: what its pods may reach, and what may reach them. The cluster's network has to enforce them.
 
-One for all pods of the run: they talk among themselves and ask DNS servers for names; only the operator and whom the profile
-names read the metrics of rank 0. One more for the pods with a way out (fetch, publish): public addresses, and what the profile
-names; neither the cluster nor link-local addresses, where clouds keep their metadata. Policies add up, so the second takes
-nothing back.
+One policy is for all pods of the run: they may reach each other and DNS servers, and only the operator and the namespaces that
+the profile names may read the metrics of rank 0. The other is for the pods that reach out of the cluster (fetch, publish): they
+may reach public addresses and those that the profile names, but neither the cluster nor link-local addresses, where clouds
+serve their metadata. Policies add up, so the second one restricts nothing.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from finetune_job.plan.launch_plan import LaunchPlan
 from finetune_operator.children.frozen_run import Owner, metadata
 
 _NAMESPACE_LABEL = "kubernetes.io/metadata.name"
-"""Put on every namespace by the API server itself, so that no tenant can forge it."""
+"""Label that the API server puts on every namespace, so that no tenant can forge it."""
 _NOT_PUBLIC = (
     *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24"),
     *("192.168.0.0/16", "198.18.0.0/15", "224.0.0.0/4", "240.0.0.0/4"),
 )
 _NAT64 = ipaddress.IPv6Address("64:ff9b::")
-"""Addresses of IPv4 as pods without IPv4 see them (RFC 6052): the last 32 bits of 128."""
+"""Prefix of IPv4 addresses as pods without IPv4 see them (RFC 6052): the last 32 bits are the IPv4 address."""
 _NOT_PUBLIC_6 = (
     *("::1/128", "fc00::/7", "fe80::/10", "ff00::/8"),
     *(f"{_NAT64 + int(net.network_address)}/{96 + net.prefixlen}" for net in map(ipaddress.IPv4Network, _NOT_PUBLIC)),
 )
-"""RFC 1918, 3927, 4193, 4291, 6598 and 6890: where clusters, nodes and metadata services are, and what leads nowhere."""
+"""Ranges of RFC 1918, 3927, 4193, 4291, 6598 and 6890: clusters, nodes, metadata services, and addresses that are not routed."""
 
 
 def network_policies(owner: Owner, plan: LaunchPlan, network: NetworkSettings, operator_namespace: str) -> list[dict[str, Any]]:
-    """The policies of a run, to be there before its first pod; none if the profile does not isolate runs."""
+    """The policies of a run, created before its first pod; none if the profile does not isolate runs."""
     if not network.isolate:
         return []
     ours = {"podSelector": {"matchLabels": {LABEL_JOB_UID: owner.uid}}}
@@ -57,10 +57,10 @@ def network_policies(owner: Owner, plan: LaunchPlan, network: NetworkSettings, o
         ]
         named = [
             {
-                "to": [{"ipBlock": {"cidr": one.cidr}}],
-                **({"ports": [{"protocol": "TCP", "port": port} for port in one.ports]} if one.ports else {}),
+                "to": [{"ipBlock": {"cidr": destination.cidr}}],
+                **({"ports": [{"protocol": "TCP", "port": port} for port in destination.ports]} if destination.ports else {}),
             }
-            for one in network.destinations
+            for destination in network.destinations
         ]
         name = network_policy_name(owner.name, ways_out=True)
         policies.append(_policy(name, owner, selector, ingress=[], egress=[{"to": public}, *named]))
@@ -68,7 +68,7 @@ def network_policies(owner: Owner, plan: LaunchPlan, network: NetworkSettings, o
 
 
 def dns_rule(dns: DnsServers) -> dict[str, Any]:
-    """The egress rule of all pods of a run for the questions for names."""
+    """The egress rule by which all pods of a run reach DNS servers."""
     servers = [*map(_namespace, dns.namespaces), *({"ipBlock": {"cidr": cidr}} for cidr in dns.cidrs)]
     ports = [{"protocol": protocol, "port": port} for port in dns.ports for protocol in ("UDP", "TCP")]
     return {**({"to": servers} if servers else {}), "ports": ports}

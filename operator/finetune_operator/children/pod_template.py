@@ -1,8 +1,8 @@
-"""What the Jobs of all roles share: one container, the plan, the claims, scratch space, resources, security contexts, and the
-rule for failing pods.
+"""The common pod template of all roles' Jobs: one container, the plan, the claims, scratch space, resources, security contexts,
+and the rule for failing pods.
 
-No settings of ours travel in environment variables: a container reads the plan. The libraries that ranks talk through (NCCL,
-Gloo, UCX) read what the profile says of the network, and OpenSSL which authorities to trust. Credentials are files that the
+None of our settings are environment variables: a container reads the plan. Variables configure only the libraries through which
+ranks communicate (NCCL, Gloo, UCX; from the profile) and the authorities that OpenSSL trusts. Credentials are files that the
 kubelet mounts, in the fetch and the publish pod alone. No pod holds Kubernetes credentials.
 """
 
@@ -30,13 +30,13 @@ from finetune_operator.children.placement import apply_placement
 
 CONTAINER_NAME = "trainer"
 SCRATCH_MOUNT = "/tmp"  # noqa: S108 - a volume of the pod's own
-"""The only writable place next to the claims; the home directory too."""
+"""The only writable place besides the claims; also the home directory."""
 SHARED_MEMORY_MOUNT = "/dev/shm"  # noqa: S108 - a volume of the pod's own
 """Where data loaders and collectives share memory; the default of 64 MiB is too small for either."""
 CA_FILE = "ca.crt"
 DISK = "ephemeral-storage"
 SHARED_MEMORY_VOLUME = "shared-memory"
-"""Its mount point is known to every program; it is on no disk."""
+"""Name of the volume at SHARED_MEMORY_MOUNT, which is in memory."""
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 _INDEX_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
@@ -70,7 +70,7 @@ def pod_template(
     if role is Role.TRAIN and placement.gpu_resource_name is not None:
         amounts[placement.gpu_resource_name] = str(plan.parallelism.processes_per_node)
     pods = placement.pods.of(role)
-    # A queue admits only what its quota names, and few name the node's disk.
+    # A queue admits only resources that its quota names, and few quotas name the node's disk.
     if placement.scratch_storage is not None and pods.queue_name is None and DISK not in pods.extra_resources:
         amounts[DISK] = placement.scratch_storage
     claims = claim_access(plan, role)
@@ -144,8 +144,8 @@ def plan_arguments(run: FrozenRun, role: Role, attempt: int) -> list[str]:
 def index_variable() -> dict[str, Any]:
     """The pod's completion index as a variable that arguments can name.
 
-    The Job controller adds the same one by itself; it is declared because `$(NAME)` in an argument is expanded only where the
-    variable is known, and the controller leaves a declared one alone.
+    The Job controller adds the same variable by itself. It is declared because `$(NAME)` in an argument is expanded only if the
+    variable is declared before, and the controller leaves a declared one alone.
     """
     return {"name": INDEX_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": _INDEX_FIELD}}}
 
@@ -153,9 +153,9 @@ def index_variable() -> dict[str, Any]:
 def claim_access(plan: LaunchPlan, role: Role) -> dict[str, bool]:
     """Claims that a role's pods mount, each once, with whether they may write to it.
 
-    Fetching and publishing see the workspace alone: what leads out of the cluster mounts no claim of the user's. Training reads
-    prepared data from the workspace and leaves its weights there, so its pods mount neither the raw data nor the output. A claim
-    is writable where it is workspace or output too.
+    Fetch and publish mount the workspace alone: pods that reach out of the cluster mount no other claim of the user. Training
+    reads prepared data from the workspace and leaves its weights there, so its pods mount neither the raw data nor the output.
+    A claim that is also the workspace or the output is writable.
     """
     if role in (Role.FETCH, Role.PUBLISH):
         return {plan.workspace.claim: True}
@@ -168,7 +168,7 @@ def claim_access(plan: LaunchPlan, role: Role) -> dict[str, bool]:
 
 
 def pod_security_context(placement: Placement) -> dict[str, Any]:
-    """Of the pod. User and group appear only where the profile sets them: some platforms assign their own."""
+    """The security context of a pod. User and group appear only if the profile sets them: some platforms assign their own."""
     context: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     if placement.run_as_user is not None:
         context["runAsUser"] = placement.run_as_user
@@ -182,7 +182,7 @@ def pod_security_context(placement: Placement) -> dict[str, Any]:
 
 
 def container_security_context() -> dict[str, Any]:
-    """Of every container."""
+    """The security context of every container."""
     return {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
@@ -196,5 +196,5 @@ def container_security_context() -> dict[str, Any]:
 DISRUPTION_FAILS_THE_JOB: dict[str, Any] = {
     "rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
 }
-"""The only rule. An exit-code rule such as `NotIn [0]` would turn a queue's suspension into a failure, because ranks that are
-suspended exit at different moments; and a Job without retries fails on any other failure anyway."""
+"""The only rule for failing pods. An exit-code rule such as `NotIn [0]` would turn a queue's suspension into a failure, because
+ranks that are suspended exit at different moments; and a Job without retries fails on any other failure anyway."""

@@ -1,5 +1,5 @@
-"""The gang: the Indexed Job of one attempt, and the headless Service that gives its pods DNS names. A gang lives and dies as
-one: a single replaced pod could not rejoin the others.
+"""The gang: the Indexed Job of one attempt, and the headless Service that gives its pods DNS names. The pods of a gang start
+and end together: a single replaced pod could not rejoin the others.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from finetune_operator.children.pod_template import (
 
 
 def gated_train_job(run: FrozenRun, attempt: int, nodes: int | None = None) -> dict[str, Any]:
-    """The same in its queue, but not to be admitted before the gate of preflight is taken off.
+    """The Job of the gang for its queue, which must not admit it before the gate of preflight is removed.
 
-    It is suspended from the beginning: if no queue takes it up, nobody may start it either.
+    It is suspended from the beginning: if no queue manages it, it must not start either.
     """
     job = train_job(run, attempt, nodes)
     job["metadata"]["annotations"][GATES_ANNOTATION] = PREFLIGHT_GATE
@@ -42,9 +42,11 @@ def gated_train_job(run: FrozenRun, attempt: int, nodes: int | None = None) -> d
 
 
 def train_job(run: FrozenRun, attempt: int, nodes: int | None = None) -> dict[str, Any]:
-    """The gang of one attempt: a pod per node, its completion index the node rank. nodes: None: those of the plan.
+    """The Job of the gang of one attempt: one pod per node, with the completion index as node rank. nodes: None for those of
+    the plan.
 
-    `suspend` is left unset, because a queue's webhook sets it; no deadline and no time to live, because the operator owns both.
+    `suspend` is left unset, because a queue's webhook sets it. There is no deadline and no time to live, because the operator
+    handles both.
     """
     # Names have room for the largest gang, so that they do not depend on the size of an attempt.
     owner, most = run.owner, run.plan.parallelism.nodes
@@ -57,7 +59,7 @@ def train_job(run: FrozenRun, attempt: int, nodes: int | None = None) -> dict[st
         master_address(owner.name, owner.namespace, attempt, most),
         "--master-port",
         str(RENDEZVOUS_PORT),
-        # The plan's number otherwise: trainers of earlier releases know no other.
+        # Otherwise it is the plan's number, because trainers of earlier releases do not know this argument.
         *(["--nodes", str(pods)] if run.plan.parallelism.min_nodes is not None else []),
     ]
     template = pod_template(run, Role.TRAIN, attempt, arguments=arguments, grace_period_seconds=TRAIN_GRACE_PERIOD_SECONDS)
@@ -85,10 +87,10 @@ def train_job(run: FrozenRun, attempt: int, nodes: int | None = None) -> dict[st
 
 
 def _restart_in_pod(pod: dict[str, Any], container: dict[str, Any]) -> None:
-    """Have the kubelet start the container again if only its processes failed.
+    """Have the kubelet restart the container if only its processes failed.
 
-    The container waits for its number in the file that follows the pod's label. Kubelets and API servers before 1.35 do not know
-    the rule: there the pod fails.
+    The container waits for its number in the file that follows the pod's label. Kubelets and API servers before 1.35 do not
+    know the rule, so the pod fails there.
     """
     codes = sorted(EXIT_CODES[failure] for failure in PROCESS_FAILURES)
     container["restartPolicy"] = "Never"
@@ -100,7 +102,7 @@ def _restart_in_pod(pod: dict[str, Any], container: dict[str, Any]) -> None:
 
 
 def gang_service(owner: Owner) -> dict[str, Any]:
-    """One Service for all attempts.
+    """The Service of the gang, one for all attempts.
 
     Addresses are published before the pods are ready: a rank becomes ready only after it has met the others.
     """

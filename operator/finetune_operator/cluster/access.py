@@ -1,4 +1,4 @@
-"""How to reach the API server: the pod's service account, else KUBECONFIG. One answer for our client and for kopf."""
+"""Access to the API server for our client and for kopf: KUBECONFIG if it is set, else the pod's service account."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from yarl import URL
 
 
 async def load_configuration() -> Configuration:
-    """Settings of the connection. Raises kubernetes.aio.config.ConfigException if neither source is there."""
+    """Load the settings of the connection. Raises kubernetes.aio.config.ConfigException if neither source exists."""
     configuration = Configuration()
     if os.environ.get("KUBECONFIG"):
         await config.load_kube_config(os.environ["KUBECONFIG"], client_configuration=configuration)
@@ -37,9 +37,9 @@ def proxy_from_environment(url: str) -> str | None:
 
 
 async def session_for_kopf(on_answer: Callable[[URL, int], None]) -> kopf.AiohttpSession:
-    """The same access for kopf's watches, read again at each login because tokens expire.
+    """Return a session for kopf's watches. kopf calls this at each login, so that expired tokens are read again.
 
-    `on_answer` learns the URL and status of every request of kopf whose answer has begun.
+    `on_answer` is called with URL and status of every request whose answer has begun.
     """
     configuration = await load_configuration()
     tracing = aiohttp.TraceConfig()

@@ -1,7 +1,7 @@
-"""Counts what jobs use, from the cache and from what passes decide: the source of the counters.
+"""Counts what jobs use, from the cache and from the decisions of passes, for the usage counters.
 
-What a status is about to say is put on record first, and counts once the status says it or its job is gone. So no death of this
-process, and no deletion of a job, loses a count or counts twice. `ledger.py` has what is on record.
+What a status is about to say is recorded first, and counts once the status says it or the job is gone. So neither the end of
+this process nor the deletion of a job loses a count or counts twice. `ledger.py` stores the records.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _log = logger(__name__)
 PERIOD_SECONDS = 15.0
 """How often the GPU seconds of running jobs are written."""
 JOBS_AT_ONCE = 200
-"""Counted without a turn for others: some milliseconds."""
+"""Jobs that are counted before other tasks get a turn: some milliseconds."""
 SETTLED_AFTER = timedelta(seconds=10)
-"""Accounts are complete up to so long ago: what watches and kubelets tell late is still counted."""
+"""How far accounts stay behind the present, so that what watches and kubelets report late is still counted."""
 
 
 class Accounts:
-    """Keeps the accounts. Used from one event loop; `totals` from any thread."""
+    """Keeps the accounts. It is used from one event loop; `totals` may be called from any thread."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Accounts:
         *,
         failed: Callable[[], None] = lambda: None,
     ) -> None:
-        """failed: called every now and then for as long as nothing can be put on record."""
+        """failed: called periodically while nothing can be recorded."""
         self._cache = cache
         self._now = now
         self._failed = failed
@@ -60,19 +60,20 @@ class Accounts:
         cache.pods_leave = self.leaves
 
     def totals(self) -> dict[JobLabels, UsageTotals]:
-        """What is counted by now, by labels: all of it is on record."""
+        """Return the totals by labels. All of them are on record."""
         recorded = self._ledger.recorded
         if recorded is None:
             return {}
-        found = recorded.totals()
+        totals = recorded.totals()
         for uid, account in recorded.jobs.items():
-            found[account.labels] = found.get(account.labels, UsageTotals()).plus(account, self._confirmed(uid))
-        return found
+            totals[account.labels] = totals.get(account.labels, UsageTotals()).plus(account, self._confirmed(uid))
+        return totals
 
     async def decided(self, job: JobView, after: FineTuneJobStatus | None) -> None:
-        """Put on record what a pass has decided, before it is written into the status.
+        """Record what a pass has decided, before it is written into the status.
 
-        Raises ApiError and ApiUnreachableError for a while. Then jobs continue, and what could not be written is kept for later.
+        Raises ApiError and ApiUnreachableError for a while. After that jobs continue, and what could not be written is kept for
+        later.
         """
         if after is None or is_terminal(job.status) or not is_news(job.status, after):
             return
@@ -86,13 +87,13 @@ class Accounts:
     async def _put_on_record(self, job: JobView, after: FineTuneJobStatus) -> None:
         if not await self._ledger.is_open() and self._ledger.recorded is None:
             return
-        held = self._cache.job_of_uid(job.uid)
-        if held is None:
+        cached = self._cache.job_of_uid(job.uid)
+        if cached is None:
             return
-        account = self._account(held)
+        account = self._account(cached)
         number = job_number(job.status, Role.TRAIN, attempt_of(job.status, Role.TRAIN))
         account = with_pods(account, self._pods(job.uid), number, self._now().timestamp())
-        created = held.summary.created if held.summary is not None else None
+        created = cached.summary.created if cached.summary is not None else None
         self._ledger.stage(job.uid, with_decision(account, job.status, after, created))
         await self._ledger.record()
 
@@ -110,27 +111,27 @@ class Accounts:
                     await self._hurry.wait()
 
     def leaves(self, uid: str) -> None:
-        """Pods of a job are being forgotten, or the job itself is: the last moment to count what they held."""
-        held = self._cache.job_of_uid(uid)
-        if self._ledger.recorded is None or held is None or held.summary is None:
+        """Count the pods of a job before they, or the job itself, are forgotten."""
+        cached = self._cache.job_of_uid(uid)
+        if self._ledger.recorded is None or cached is None or cached.summary is None:
             return
-        if held.summary.is_finished or not held.summary.is_started:
+        if cached.summary.is_finished or not cached.summary.is_started:
             return
-        self._ledger.stage(uid, self._counted(uid, self._account(held), held.summary, self._now()))
+        self._ledger.stage(uid, self._counted(uid, self._account(cached), cached.summary, self._now()))
         self._hurry.set()
 
     async def _count(self) -> None:
         until = self._now() - SETTLED_AFTER
-        for place, uid in enumerate([held.key.uid for held in self._cache.jobs()]):
+        for place, uid in enumerate([cached.key.uid for cached in self._cache.jobs()]):
             if place % JOBS_AT_ONCE == JOBS_AT_ONCE - 1:
                 await asyncio.sleep(0)
-            # It may be gone since, and must not come back into the accounts.
-            held = self._cache.job_of_uid(uid)
-            summary = held.summary if held is not None else None
-            if held is None or summary is None or not summary.is_started or summary.is_finished:
+            # It may be gone by now, and must not come back into the accounts.
+            cached = self._cache.job_of_uid(uid)
+            summary = cached.summary if cached is not None else None
+            if cached is None or summary is None or not summary.is_started or summary.is_finished:
                 continue
             before = self._ledger.known(uid)
-            account = self._counted(uid, self._account(held), summary, until)
+            account = self._counted(uid, self._account(cached), summary, until)
             if account != before:
                 self._ledger.stage(uid, account)
 
@@ -138,13 +139,13 @@ class Accounts:
         account = with_pods(account, self._pods(uid), summary.job_number, until.timestamp())
         return with_checkpoint(account, summary.facts.checkpoint)
 
-    def _account(self, held: CachedObject) -> JobAccount:
-        """What is known of a job, or a new account."""
-        return self._ledger.known(held.key.uid) or self._opened(held)
+    def _account(self, cached: CachedObject) -> JobAccount:
+        """The known account of a job, or a new one."""
+        return self._ledger.known(cached.key.uid) or self._opened(cached)
 
-    def _opened(self, held: CachedObject) -> JobAccount:
-        labels, gpus = job_labels(self._cache, held)
-        summary = held.summary
+    def _opened(self, cached: CachedObject) -> JobAccount:
+        labels, gpus = job_labels(self._cache, cached)
+        summary = cached.summary
         has_profile = summary is not None and summary.is_started and self._cache.profile(summary.profile) is not None
         labels = self._ledger.use(settled_labels(labels, has_profile=has_profile))
         facts = summary.facts if summary is not None else None
@@ -152,11 +153,11 @@ class Accounts:
         return JobAccount(labels=labels, gpus=gpus, at=begun.timestamp(), checkpoint=None)
 
     def _pods(self, uid: str) -> list[PodView]:
-        return [held.pod for held in self._cache.pods_of(uid) if held.pod is not None]
+        return [cached.pod for cached in self._cache.pods_of(uid) if cached.pod is not None]
 
     def _summary(self, uid: str) -> JobSummary | None:
-        held = self._cache.job_of_uid(uid)
-        return None if held is None else held.summary
+        cached = self._cache.job_of_uid(uid)
+        return None if cached is None else cached.summary
 
     def _confirmed(self, uid: str) -> Confirmed:
         summary = self._summary(uid)
@@ -168,7 +169,7 @@ class Accounts:
 
 
 def confirmed_by_summary(summary: JobSummary) -> Confirmed:
-    """What a job's status says of pending things."""
+    """Return what a job's status confirms of the pending entries."""
     return Confirmed(
         summary.facts.has_result, {str(role): number for role, number in zip(Role, summary.facts.attempts, strict=True)}
     )

@@ -1,5 +1,5 @@
-"""Answers of the API server, and of what is between us and it: refusals and missing answers as exceptions, Retry-After, the
-JSON, and how much of any server's answer is read.
+"""Answers of the API server and of proxies before it: exceptions for refusals and missing answers, Retry-After, parsing, and a
+limit for the size of any server's answer.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ class ApiError(Exception):
         self.reason = reason
         """Machine-readable, as in `AlreadyExists`; empty where the server gave none."""
         self.message = message
-        """The server's words."""
+        """The server's message."""
         self.retry_after = retry_after
-        """Seconds that the server asked to wait; 0: it did not ask."""
+        """Seconds that the server asked to wait; 0 if it did not ask."""
 
     @property
     def is_not_found(self) -> bool:
-        """The object, or what it should be in, does not exist."""
+        """Whether the object, or what should contain it, does not exist."""
         return self.code == 404
 
     @property
     def is_conflict(self) -> bool:
-        """A precondition (resourceVersion or UID) does not hold."""
+        """Whether a precondition (resourceVersion or UID) does not hold."""
         return self.code == 409 and self.reason != "AlreadyExists"
 
     @property
     def is_already_exists(self) -> bool:
-        """The name is taken."""
+        """Whether the name is taken."""
         return self.code == 409 and self.reason == "AlreadyExists"
 
     @property
     def is_refusal(self) -> bool:
-        """The server will say the same until somebody changes something: a quota, Pod Security, an admission webhook or policy,
-        a template that is not valid, a namespace that is being deleted. An overload passes by itself, and a taken name is no
-        refusal.
+        """Whether the server will answer the same until somebody changes something: a quota, Pod Security, an admission webhook
+        or policy, a template that is not valid, a namespace that is being deleted. An overload passes by itself, and a taken
+        name is not a refusal.
         """
         if self.code in (401, 408, 409, 410, 429):
             return False
@@ -54,12 +54,12 @@ class ApiError(Exception):
 
 
 class ApiUnreachableError(Exception):
-    """No answer: whether the request was carried out is not known."""
+    """No answer came, so it is not known whether the request was carried out."""
 
 
 class NotLeadingError(ApiUnreachableError):
-    """Not sent: another replica may hold the lease by now. A kind of unreachable server, so who survives one survives this;
-    the process ends when its lease thread sees the same.
+    """The request was not sent, because another replica may hold the lease by now. This is a kind of unreachable server, so
+    that code which survives one survives this; the process ends when its lease thread notices the same.
     """
 
 
@@ -78,11 +78,11 @@ class AnsweredRequest(NamedTuple):
     code: str
     """HTTP status; `error` where no answer came."""
     reason: str
-    """The server's word for a refusal, as in `AlreadyExists`; empty without one."""
+    """The server's reason for a refusal, as in `AlreadyExists`; empty without one."""
 
 
 def retry_after_seconds(value: str | None, now: float) -> float:
-    """Seconds to wait by a Retry-After header, in seconds or as a date, within bounds; 0 where none can be read.
+    """Seconds to wait according to a Retry-After header (in seconds or a date), within bounds; 0 if it cannot be read.
 
     `now`: seconds since the epoch.
     """
@@ -100,7 +100,7 @@ def retry_after_seconds(value: str | None, now: float) -> float:
 
 
 def resource_of(path: str) -> str:
-    """Plural and subresource of a path: what the metrics count by. Empty for paths that are not a resource's."""
+    """Plural and subresource of a path, by which the metrics count; empty for paths that are not a resource's."""
     parts = path.split("/")[1:]
     parts = parts[2:] if parts[0] == "api" else parts[3:] if parts[0] == "apis" else []
     if len(parts) > 2 and parts[0] == "namespaces":
@@ -109,7 +109,7 @@ def resource_of(path: str) -> str:
 
 
 def document_of(request: str, content: bytes) -> Document:
-    """An answer that is not a JSON object came from something between us and the API server."""
+    """Parse an answer. One that is not a JSON object came from something between us and the API server."""
     try:
         document = read_json(content)
     except ValueError as error:

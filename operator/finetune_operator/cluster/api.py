@@ -1,7 +1,8 @@
-"""A thin client of the API server: plain dicts in and out, as many at a time as the server takes, Retry-After honoured.
+"""A thin client of the API server. It takes and returns plain dicts, sends as many requests at a time as the server accepts,
+and honours Retry-After.
 
-It uses kubernetes.aio for configuration, credentials and connections, but not its models: parsing typed lists costs
-ten times the time of plain JSON, and the cache keeps projections of its own.
+It uses kubernetes.aio for configuration, credentials and connections, but not its models: parsing typed lists costs ten times
+the time of plain JSON, and the cache keeps projections of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Page(NamedTuple):
     version: str
     """resourceVersion of the list."""
     is_first: bool
-    """Whether what came before is void: the list was begun, perhaps for another time."""
+    """Whether the list begins here, perhaps again: earlier pages are void."""
 
 
 RequestObserver = Callable[[AnsweredRequest], None]
@@ -53,7 +54,7 @@ PAGE_SIZE = 100
 """Objects of one page of a list. A process keeps the memory that its largest page took: after a start with 1,000 jobs 141 MB, and
 162 MB with pages of 500."""
 LISTINGS = 3
-"""How often a list that expires midway is begun."""
+"""How often a list that expires midway is begun at most."""
 LATER = (429, 500, 503, 504)
 """Answers that may come with Retry-After."""
 OVERLOADED = (429, 503)
@@ -62,7 +63,9 @@ APPLY_PATCH = "application/apply-patch+yaml"
 
 
 class Api:
-    """Requests of one event loop. `observer` learns of every request, for the metrics. `fence` is looked at before each one."""
+    """Sends the requests of one event loop. `observer` is called for every request, for the metrics, and `fence` before each
+    one.
+    """
 
     def __init__(
         self,
@@ -120,7 +123,7 @@ class Api:
         field_selector: str | None = None,
         metadata_only: bool = False,
     ) -> AsyncIterator[Page]:
-        """The same page by page, so that no more than one is held. A list that expired midway is begun again."""
+        """Yield a list page by page, so that only one page is in memory. A list that expires midway is begun again."""
         query = {"limit": str(self._page_size)}
         if label_selector:
             query["labelSelector"] = label_selector
@@ -156,22 +159,22 @@ class Api:
             raise
 
     async def create(self, kind: Kind, namespace: str, body: Mapping[str, Any]) -> Document:
-        """Create and return what the server made of it."""
+        """Create an object. Returns it as the server stored it."""
         return await self.request("POST", kind.path(namespace), body=body)
 
     async def replace(self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any]) -> Document:
-        """Replace; the resourceVersion in the body is a precondition."""
+        """Replace an object; the resourceVersion in the body is a precondition."""
         return await self.request("PUT", kind.path(namespace, name), body=body)
 
     async def patch(
         self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any], *, subresource: str | None = None
     ) -> Document:
-        """JSON merge patch; a resourceVersion in its metadata is a precondition."""
+        """Send a JSON merge patch; a resourceVersion in its metadata is a precondition."""
         return await self.request("PATCH", kind.path(namespace, name, subresource), body=patch, content_type=MERGE_PATCH)
 
     async def apply(self, kind: Kind, name: str, body: Mapping[str, Any], field_manager: str, *, force: bool = False) -> Document:
-        """Apply an object of the whole cluster on the server's side. Without `force`, fields that another manager has set to
-        other values are a conflict.
+        """Apply a cluster-scoped object on the server's side. Without `force`, fields that another manager has set to other
+        values are a conflict.
         """
         query = {"fieldManager": field_manager, "force": str(force).lower()}
         return await self.request("PATCH", kind.path(None, name), query, body=body, content_type=APPLY_PATCH, verb="APPLY")
@@ -199,7 +202,7 @@ class Api:
         accept: str | None = None,
         verb: str | None = None,
     ) -> Document:
-        """One request, sent again while the server answers with Retry-After.
+        """Send a request, and send it again while the server answers with Retry-After.
 
         Raises:
             ApiError: the server refused it.
@@ -241,7 +244,7 @@ class Api:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def stream(self, path: str, query: Mapping[str, str], longest_silence: float) -> AsyncIterator[bytes]:
-        """Chunks of an answer that lasts long. It takes no place among the requests under way.
+        """Yield the chunks of a long answer. It does not count among the requests under way.
 
         Raises the same as `request`, and ApiUnreachableError after so many seconds without a byte.
         """
@@ -271,8 +274,8 @@ class Api:
 
 
 def _unobserved(_: AnsweredRequest) -> None:
-    """For clients whose requests nobody counts."""
+    """The observer of clients whose requests are not counted."""
 
 
 def _unfenced() -> None:
-    """For clients that need no lease."""
+    """The fence of clients that need no lease."""

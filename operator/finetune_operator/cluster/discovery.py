@@ -1,4 +1,4 @@
-"""Waiting until the API server serves our kinds: kopf never sees one that is not served yet, and would stay silently dead."""
+"""Waits until the API server serves our kinds: kopf would never notice a kind that is served later, and never watch it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class CrdsMissingError(Exception):
 
 async def wait_for_crds(api: Api, longest: float, poll: float) -> None:
     """Return once both kinds are served. Raises CrdsMissingError after `longest` seconds."""
-    told = ""
+    reported = ""
     try:
         async with asyncio.timeout(longest):
             while True:
                 missing = await _missing(api)
                 if not missing:
                     return
-                if missing != told:
+                if missing != reported:
                     _log.warning("waiting for the API server to serve our kinds", missing=missing)
-                    told = missing
+                    reported = missing
                 await asyncio.sleep(poll)
     except TimeoutError as error:
         raise CrdsMissingError(
-            f"after {longest:.0f} s still missing: {told}; install the chart with crds.enabled=true, or apply crds/"
+            f"after {longest:.0f} s still missing: {reported}; install the chart with crds.enabled=true, or apply crds/"
         ) from error
 
 

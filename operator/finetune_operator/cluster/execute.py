@@ -29,11 +29,11 @@ class PassOutcome(StrEnum):
     """How a pass ended."""
 
     UNCHANGED = "unchanged"
-    """Nothing was to be done."""
+    """There was nothing to do."""
     ACTED = "acted"
-    """Something is different now: status was written, a delete was accepted, a child was made that did not exist."""
+    """Something has changed: status was written, a delete was accepted, a child was made that did not exist."""
     REPEATED = "repeated"
-    """What was to be done had been done already, or may not be done: nothing is different from before the pass."""
+    """Everything had been done already, or may not be done: nothing has changed."""
     OUTDATED = "outdated"
     """The job, or its place in the line, had changed since it was observed; nothing was done."""
     GONE = "gone"
@@ -51,7 +51,9 @@ class Executor:
     now: Callable[[], datetime] = utc_now
 
     async def execute(self, gathered: Gathered, actions: Actions) -> PassOutcome:
-        """Raises ApiError and ApiUnreachableError; what was done until then remains, and the next pass continues from there."""
+        """Carry out the actions. Raises ApiError and ApiUnreachableError; what was done until then remains, and the next pass
+        continues from there.
+        """
         job = gathered.observed.job
         patch = {} if actions.status is None else merge_patch(gathered.raw_status, status_document(actions.status))
         if starts(job, actions):
@@ -97,7 +99,7 @@ class Executor:
         return None
 
     async def _read_again(self, job: JobView) -> PassOutcome:
-        """Learn the state of a job that is another one than was observed."""
+        """Read a job again that has changed since it was observed."""
         current = await self.api.get(JOBS, job.namespace, job.name)
         if current is None:
             return PassOutcome.GONE
@@ -106,12 +108,12 @@ class Executor:
         return PassOutcome.OUTDATED
 
     def _may_start(self, observed: Observed) -> bool:
-        """Whether there is still a place for the job in its line; then it is taken before anything is awaited."""
-        held = self.cache.job_of_uid(observed.job.uid)
-        return held is None or observed.line is None or self.cache.lines.start(held, observed.line.limit)
+        """Take the job's place in its line, before anything is awaited. Returns whether there was one."""
+        cached = self.cache.job_of_uid(observed.job.uid)
+        return cached is None or observed.line is None or self.cache.lines.start(cached, observed.line.limit)
 
     async def _delete(self, job: JobView, delete: Delete) -> bool:
-        """Whether the server accepted it."""
+        """Delete a child. Returns whether the server accepted it."""
         kind = DELETED_KINDS[delete.kind]
         try:
             answer = await self.api.delete(kind, job.namespace, delete.name, uid=delete.uid, force=delete.force)
@@ -137,7 +139,9 @@ class Executor:
         return await self._patch(job, PODS, relabel.name, {"uid": relabel.uid, "labels": labels})
 
     async def _patch(self, job: JobView, kind: Kind, name: str, metadata: Document) -> bool:
-        """Whether something is different now: the metadata is, or it is known that it may not be changed."""
+        """Change the metadata of a child. Returns whether something has changed: the metadata, or that it is known to be
+        refused.
+        """
         try:
             self.cache.take(kind, await self.api.patch(kind, job.namespace, name, {"metadata": metadata}))
         except ApiError as error:
@@ -152,7 +156,7 @@ class Executor:
         return True
 
     async def _create(self, job: JobView, create: Create) -> bool:
-        """Whether something is different now: the child is new, or it is known now that it may not be."""
+        """Create a child. Returns whether something has changed: the child is new, or it is known to be refused."""
         kind = CHILD_KINDS[create.kind]
         try:
             made = await self.api.create(kind, job.namespace, create.body)
@@ -169,16 +173,18 @@ class Executor:
         return True
 
     async def _adopt(self, job: JobView, kind: Kind, name: str, error: ApiError) -> bool:
-        """The name is taken: by a child that we made, whose answer was lost or whose label was removed, or by a stranger's."""
-        found = await self.api.get(kind, job.namespace, name)
-        if found is None:
+        """Handle a name that is taken: by a child of ours whose answer was lost or whose label was removed, or by another
+        object.
+        """
+        existing = await self.api.get(kind, job.namespace, name)
+        if existing is None:
             raise error
-        if not belongs_to(found, job.uid):
+        if not belongs_to(existing, job.uid):
             self.gatherer.note_conflict(job.uid, kind, name)
             return False
         self.gatherer.note_written(job.uid)
         if kind in WATCHED:
-            self.cache.found(kind, found)
+            self.cache.found(kind, existing)
         return False
 
 
@@ -188,16 +194,16 @@ def starts(job: JobView, actions: Actions) -> bool:
 
 
 def status_document(model: BaseModel) -> Document:
-    """Status, or a part of it, as JSON without absent values: CEL asks `has(status.startTime)`, so an empty one must not be there
-    at all.
+    """Return status, or a part of it, as JSON without absent values: CEL asks `has(status.startTime)`, so an empty one must be
+    absent.
     """
-    found: Document = {}
+    document: Document = {}
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
         if value is None or (value in ("", ()) and not field.is_required()):
             continue
-        found[field.alias or name] = _plain(value)
-    return found
+        document[field.alias or name] = _plain(value)
+    return document
 
 
 def _plain(value: Any) -> Any:

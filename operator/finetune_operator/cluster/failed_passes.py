@@ -1,4 +1,4 @@
-"""Tells users of passes that fail: one small write, which needs nothing of what a pass reads or decides."""
+"""Reports failing passes to users, with one small write that needs nothing of what a pass reads or decides."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class FailedPasses:
         self._now = now
 
     async def tell(self, key: JobKey, error: Exception) -> None:
-        """Say in the job's status that passes fail, unless it is said. Raises ApiError, ApiUnreachableError."""
-        held = self._cache.job(key)
-        if held is None:
+        """Report in the job's status that passes fail, unless it is reported already. Raises ApiError, ApiUnreachableError."""
+        cached = self._cache.job(key)
+        if cached is None:
             return
-        document = held.document()
+        document = cached.document()
         status, metadata = document.get("status") or {}, document["metadata"]
         if "deletionTimestamp" in metadata:
             return
@@ -43,16 +43,16 @@ class FailedPasses:
             return
         if "phase" not in status:
             patch["phase"] = str(job_phase(FineTuneJobStatus.model_validate(patch).conditions))
-        body = {"metadata": {"resourceVersion": str(held.key.version), "uid": held.key.uid}, "status": patch}
+        body = {"metadata": {"resourceVersion": str(cached.key.version), "uid": cached.key.uid}, "status": patch}
         self._cache.take(JOBS, await self._api.patch(JOBS, key.namespace, key.name, body, subresource="status"))
 
 
 def words_of(error: Exception) -> str:
-    """What users may read of an error: a server's words without secrets, and of a defect nothing that it was about."""
+    """Describe an error for users: a server's message without secrets, and of a defect only its type."""
     match error:
         case ApiError():
-            said = _SECRETS.sub("***", " ".join(str(error).split()))
-            return said if len(said) <= LONGEST_WORDS else f"{said[: LONGEST_WORDS - 3]}..."
+            message = _SECRETS.sub("***", " ".join(str(error).split()))
+            return message if len(message) <= LONGEST_WORDS else f"{message[: LONGEST_WORDS - 3]}..."
         case ApiUnreachableError():
             return "the API server gives no answer to one of its requests."
         case _:

@@ -1,8 +1,8 @@
-"""No byte for the API server leaves the process once another replica may hold the lease.
+"""Keeps bytes for the API server from leaving the process once another replica may hold the lease.
 
-A look at the lease before a request is not enough: between the look and the bytes the request waits for a connection and for
-its turn in the event loop, and a process that is stopped there sends it when it continues. So the socket itself looks again.
-What is left are the instructions between that look and the system call; for these there are preconditions and fixed names.
+A check of the lease before a request is not enough: after it the request waits for a connection and for its turn in the event
+loop, and a process that is stopped there sends it when it continues. So the socket itself checks again. A gap remains between
+that check and the system call; preconditions and fixed names cover it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from kubernetes.aio.client.rest import RESTClientObject
 from finetune_operator.cluster.answers import NotLeadingError
 
 Fence = Callable[[], None]
-"""Raises NotLeadingError if a request must not be sent any more. Called very often, from any thread."""
+"""Raises NotLeadingError if a request must not be sent any more. It is called very often, from any thread."""
 
 
 class FencedConnections(RESTClientObject):  # type: ignore[misc]
-    """The client's connections, each of which looks at the fence before it sends."""
+    """The client's connections, each of which checks the fence before it sends."""
 
     def __init__(self, configuration: Configuration, fence: Fence) -> None:
         super().__init__(configuration)
         self._fence = fence
 
     def _create_connector(self) -> aiohttp.TCPConnector:
-        # Unbounded: every watch holds a connection for as long as it lasts, and `InFlight` bounds the requests.
+        # Unbounded: every watch holds a connection for as long as it lasts, and `RequestLimiter` bounds the requests.
         return aiohttp.TCPConnector(limit=0, ssl=self.ssl_context, socket_factory=self._make_socket)
 
     def _make_socket(self, address: tuple[Any, ...]) -> socket.socket:
@@ -38,7 +38,9 @@ class FencedConnections(RESTClientObject):  # type: ignore[misc]
 
 
 class _FencedSocket(socket.socket):
-    """asyncio sends through this method alone, under TLS too. What it raises closes the connection."""
+    """A socket that checks the fence in `send`. asyncio sends through it alone, under TLS too, and closes the connection if it
+    raises.
+    """
 
     def __init__(self, family: int, kind: int, protocol: int, fence: Fence) -> None:
         super().__init__(family, kind, protocol)

@@ -1,4 +1,4 @@
-"""Cache and a few live reads -> `Observed`, the input of one reconcile pass.
+"""Builds `Observed`, the input of one reconcile pass, from the cache and a few live reads.
 
 Live reads are made only for what no watch shows: children that are in doubt (`live_reads`), whether claims exist, whether a
 conflicting object is still there; and before pods are given up that have not started, because a watch may be late.
@@ -43,33 +43,32 @@ from finetune_operator.decide.train_stage import queue_of_growth
 from finetune_operator.decide.validate_stage import has_begun
 
 CLAIM_SEEN_SECONDS = 60.0
-"""How long a claim that was there is believed to be there still."""
+"""How long a claim that existed is assumed to exist still."""
 MOST_CLAIMS_SEEN = 10_000
 MISSING_RETRY_SECONDS = 15.0
-"""How soon to look again for a claim that is missing or a conflict that is in the way: no watch would tell."""
+"""Pause between looks for a missing claim or a conflicting object, which no watch shows."""
 VANISHING_RETRY_SECONDS = 3.0
 PLACE_TOLD_SECONDS = 20.0
-"""How long a place in the line stands. A status write leads to the next pass, which would write again as long as older jobs
-become ready one after the other.
-"""
+"""How long a reported place in the line is kept. Each status write leads to the next pass, which would otherwise write again
+for as long as older jobs become ready one after the other."""
 NO_NOTES = JobNotes()
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """What a pass works on."""
+    """The input of a pass."""
 
     observed: Observed
     raw_status: Document
     """Status as it is on the server, for the patch."""
     revisit_after_seconds: float | None
-    """When this gathering is out of date although no watch event came."""
+    """Seconds after which this is outdated even without a watch event; None if never."""
     cpu_seconds: float = 0.0
-    """What reading the job took, without the requests."""
+    """CPU time that reading the job took, without the requests."""
 
 
 class Gatherer:
-    """Reads for one pass. What it remembers from pass to pass are hints that live reads renew."""
+    """Gathers the input of passes. What it remembers between passes are hints that live reads renew."""
 
     def __init__(
         self,
@@ -93,41 +92,41 @@ class Gatherer:
         self._operator_namespace = operator_namespace
         self._claims_seen: dict[tuple[str, str], datetime] = {}
         self._notes: dict[str, JobNotes] = {}
-        """By UID of the job; of most jobs there is nothing to note."""
+        """Notes by UID of the job; most jobs have none."""
         cache.job_gone = self._forget
 
     def note_conflict(self, job_uid: str, kind: Kind, name: str) -> None:
-        """A create met an object that is not ours."""
+        """Note that a create met an object that is not ours."""
         self._notes_of(job_uid).conflicts |= {(kind, name)}
 
     def note_progress(self, job_uid: str, progress: Progress) -> None:
-        """Rank 0 had something new to tell; the next pass may write it."""
+        """Note new progress of rank 0; the next pass may write it."""
         self._notes_of(job_uid).progress = progress
 
     def note_refusal(self, job_uid: str, kind: Kind, name: str, error: ApiError, now: datetime) -> None:
-        """The API server refused a child or a change of one, and will for a while."""
+        """Note that the API server refused a child or a change of one, and will refuse it for a while."""
         notes = self._notes_of(job_uid)
         notes.refused = refused_write(notes.refused, (kind.name, name), error, now, self._draw)
 
     def note_written(self, job_uid: str) -> None:
-        """A child was created or changed: nothing is refused any more."""
+        """Note that a child was created or changed, so that nothing is refused any more."""
         notes = self._notes.get(job_uid)
         if notes is not None:
             notes.refused = None
 
     def may_create(self, job_uid: str, now: datetime) -> bool:
-        """Whether a create of that job is to be tried now."""
+        """Whether a create of that job may be tried now."""
         notes = self._notes.get(job_uid, NO_NOTES)
-        # The children of a pass need each other in their order: a Job must not meet a stranger's ConfigMap.
+        # Later children of a pass need the earlier ones: a Job must not run with somebody else's ConfigMap.
         return not notes.conflicts and (notes.refused is None or now >= notes.refused.retry_at)
 
     async def gather(self, key: JobKey, now: datetime) -> Gathered | None:
-        """Everything about one job, or None where it does not exist (any more)."""
-        held = self._cache.job(key)
-        if held is None:
+        """Gather everything about one job; None if it does not exist (any more)."""
+        cached = self._cache.job(key)
+        if cached is None:
             return None
         begun = time.thread_time()
-        job, raw_spec, raw_status, _ = self._reader.job(held)
+        job, raw_spec, raw_status, _ = self._reader.job(cached)
         cpu_seconds = time.thread_time() - begun
         self._forget_settled_evidence(job)
         notes = self._notes_of(job.uid)
@@ -147,7 +146,7 @@ class Gatherer:
                 vanishing=_named(vanishing),
                 conflicts=_named(conflicts),
                 refused=notes.refused,
-                line=self._line(held, job, profile, notes, now),
+                line=self._line(cached, job, profile, notes, now),
                 progress=notes.progress,
             )
         )
@@ -169,8 +168,8 @@ class Gatherer:
             else:
                 revisits.append(MISSING_RETRY_SECONDS)
         observed = self._with_events(observed, now, revisits)
-        told = await self._workloads.told(observed.batch_jobs, job.namespace, now, revisits)
-        observed = replace(observed, batch_jobs=told)
+        batch_jobs = await self._workloads.told(observed.batch_jobs, job.namespace, now, revisits)
+        observed = replace(observed, batch_jobs=batch_jobs)
         in_question = nodes_in_question(observed)
         if in_question:
             observed = replace(observed, nodes=await read_nodes(self._api, in_question))
@@ -186,14 +185,14 @@ class Gatherer:
         return Gathered(observed, raw_status, min(revisits, default=None), cpu_seconds)
 
     def _notes_of(self, job_uid: str) -> JobNotes:
-        """Of a job that is gone none are kept."""
+        """The notes about a job. Those about a job that is gone are not kept."""
         return self._notes.setdefault(job_uid, JobNotes()) if self._cache.has_job(job_uid) else JobNotes()
 
     def _forget(self, job_uid: str) -> None:
         self._notes.pop(job_uid, None)
 
     def _with_children(self, observed: Observed) -> Observed:
-        """As the cache knows them now."""
+        """Add the children as the cache has them now."""
         uid, name = observed.job.uid, observed.job.name
         config_maps, services = self._cache.owned(CONFIG_MAPS, uid), self._cache.owned(SERVICES, uid)
         batch_jobs = tuple(item.batch_job for item in self._cache.owned(BATCH_JOBS, uid) if item.batch_job is not None)
@@ -205,46 +204,51 @@ class Gatherer:
             service_uid=next((item.key.uid for item in services if item.key.name == service_name(name)), ""),
         )
 
-    def _line(self, held: CachedObject, job: JobView, profile: ProfileView, notes: JobNotes, now: datetime) -> PlaceInLine | None:
-        told, notes.told_ahead = notes.told_ahead, None
+    def _line(
+        self, cached: CachedObject, job: JobView, profile: ProfileView, notes: JobNotes, now: datetime
+    ) -> PlaceInLine | None:
+        reported, notes.told_ahead = notes.told_ahead, None
         limit = profile.spec.max_active_jobs if profile.spec is not None else None
         if limit is None or is_started(job.status):
             return None
-        ahead = self._cache.lines.ahead_of(held)
+        ahead = self._cache.lines.ahead_of(cached)
         if ahead >= limit:
-            stands = told is not None and told[1] >= limit and (now - told[0]).total_seconds() < PLACE_TOLD_SECONDS
-            notes.told_ahead = told if stands else (now, ahead)
+            stands = reported is not None and reported[1] >= limit and (now - reported[0]).total_seconds() < PLACE_TOLD_SECONDS
+            notes.told_ahead = reported if stands else (now, ahead)
         return PlaceInLine(limit=limit, ahead=ahead if notes.told_ahead is None else notes.told_ahead[1])
 
     def _profile(self, spec: FineTuneJobSpec | None, raw_spec: Mapping[str, Any]) -> ProfileView:
         name = (spec.profile if spec is not None else raw_spec.get("profile")) or DEFAULT_PROFILE
-        held = self._cache.profile(str(name))
-        return ProfileView(name=str(name)) if held is None else self._reader.profile(held)
+        cached = self._cache.profile(str(name))
+        return ProfileView(name=str(name)) if cached is None else self._reader.profile(cached)
 
     async def _claims(
         self, job: JobView, now: datetime, revisits: list[float], vanishing: set[tuple[Kind, str]], *, is_begun: bool
     ) -> frozenset[str]:
-        """Those that exist. A template's claim that goes with an earlier job does not count, and is added to `vanishing`."""
+        """Names of the claims that exist. A claim of the template's name that goes away with an earlier job does not count, and
+        is added to `vanishing`.
+        """
         if job.spec is None or job.deleting or is_ended(job.status):
             return frozenset()
         made = job.spec.workspace.volume_claim_template is not None
         present = set()
         for claim in claims_named_by(job.spec, job.name):
-            # A claim that has the name of a template's by chance is somebody else's, and is not taken: the create meets it.
+            # A claim that has the template's name by chance belongs to somebody else and is not used: the create reports it as a
+            # conflict.
             is_own = made and claim == workspace_claim_name(job.name)
             place = (job.namespace, f"{claim} of {job.uid}" if is_own else claim)
-            seen = self._claims_seen.get(place)
-            if seen is None or (now - seen).total_seconds() > CLAIM_SEEN_SECONDS:
-                found = await self._api.get(CLAIMS, job.namespace, claim)
-                state = self._template_claim(found, job, is_begun=is_begun) if is_own and found is not None else None
+            seen_at = self._claims_seen.get(place)
+            if seen_at is None or (now - seen_at).total_seconds() > CLAIM_SEEN_SECONDS:
+                document = await self._api.get(CLAIMS, job.namespace, claim)
+                state = self._template_claim(document, job, is_begun=is_begun) if is_own and document is not None else None
                 if state is TemplateClaim.VANISHING:
                     vanishing.add((CLAIMS, claim))
-                if found is None or state in (TemplateClaim.VANISHING, TemplateClaim.FOREIGN):
+                if document is None or state in (TemplateClaim.VANISHING, TemplateClaim.FOREIGN):
                     self._claims_seen.pop(place, None)
                     revisits.append(MISSING_RETRY_SECONDS if state is not TemplateClaim.VANISHING else VANISHING_RETRY_SECONDS)
                     continue
                 if is_begun or not is_own:
-                    # One that is not the job's yet is looked at until the plan is frozen.
+                    # A claim that is not the job's yet is read in each pass until the plan is frozen.
                     self._note_claim(place, now)
             present.add(claim)
         return frozenset(present)
@@ -256,15 +260,19 @@ class Gatherer:
     def _note_claim(self, place: tuple[str, str], now: datetime) -> None:
         self._claims_seen[place] = now
         if len(self._claims_seen) > MOST_CLAIMS_SEEN:
-            is_old = {one: (now - seen).total_seconds() > CLAIM_SEEN_SECONDS for one, seen in self._claims_seen.items()}
-            self._claims_seen = {one: seen for one, seen in self._claims_seen.items() if not is_old[one]}
+            is_old = {other: (now - seen_at).total_seconds() > CLAIM_SEEN_SECONDS for other, seen_at in self._claims_seen.items()}
+            self._claims_seen = {other: seen_at for other, seen_at in self._claims_seen.items() if not is_old[other]}
 
     def _with_events(self, observed: Observed, now: datetime, revisits: list[float]) -> Observed:
-        """Warning events of Jobs and of pods that have been pending for a while: in their first seconds they say what passes."""
+        """Add the Warning events of Jobs, and of pods that have been pending for a while: in the first seconds of a pod they
+        report what passes by itself.
+        """
         job = observed.job
         if is_ended(job.status):
             return observed
-        batch_jobs = tuple(replace(one, events=self._warnings.about(job.namespace, one.uid)) for one in observed.batch_jobs)
+        batch_jobs = tuple(
+            replace(batch_job, events=self._warnings.about(job.namespace, batch_job.uid)) for batch_job in observed.batch_jobs
+        )
         pods = []
         for pod in observed.pods:
             events = self._warnings.about(job.namespace, pod.uid) if pod.phase == "Pending" and not pod.gone else ()
@@ -278,7 +286,9 @@ class Gatherer:
     async def _conflicts(
         self, job: JobView, notes: JobNotes, revisits: list[float]
     ) -> tuple[set[tuple[Kind, str]], set[tuple[Kind, str]]]:
-        """What has the name of a child and is not ours: what an earlier job of this name has left and is going, and the rest."""
+        """Objects that have the name of a child and are not ours: those that an earlier job of this name has left and that go
+        away, and the others.
+        """
         vanishing: set[tuple[Kind, str]] = set()
         standing: set[tuple[Kind, str]] = set()
         for kind, name in notes.conflicts:
@@ -294,15 +304,15 @@ class Gatherer:
         return vanishing, standing
 
     def _forget_settled_evidence(self, job: JobView) -> None:
-        """Gone pods are needed until status has the outcome of their attempt."""
-        existing = {held.key.uid for held in self._cache.owned(BATCH_JOBS, job.uid)}
+        """Forget the gone pods that are no longer needed, because status has the outcome of their attempt."""
+        existing = {cached.key.uid for cached in self._cache.owned(BATCH_JOBS, job.uid)}
         role = current_role(job.status)
         current = (role, job_number(job.status, role, attempt_of(job.status, role)))
         finished = is_terminal(job.status)
 
-        def is_settled(held: CachedObject) -> bool:
-            pod = held.pod
-            if pod is None or held.key.owner_uid in existing:
+        def is_settled(cached: CachedObject) -> bool:
+            pod = cached.pod
+            if pod is None or cached.key.owner_uid in existing:
                 return False
             return finished or (pod.role, pod.attempt) != current
 
@@ -310,14 +320,16 @@ class Gatherer:
 
 
 def _pods_that_count(pods: list[CachedObject], batch_jobs: tuple[BatchJobView, ...]) -> tuple[PodView, ...]:
-    """Without those of a Job that is gone, if another one of its name is there: what is known of them says nothing of that."""
-    uids, places = {one.uid for one in batch_jobs}, {(one.role, one.attempt) for one in batch_jobs}
+    """Leave out pods of a deleted Job if another one of its name exists: they are no evidence about the new one."""
+    uids, places = {batch_job.uid for batch_job in batch_jobs}, {(batch_job.role, batch_job.attempt) for batch_job in batch_jobs}
     shown = [(item.key.owner_uid, item.pod) for item in pods if item.pod is not None]
     return tuple(pod for owner_uid, pod in shown if owner_uid in uids or (pod.role, pod.attempt) not in places)
 
 
 def _waits_for_name(observed: Observed) -> bool:
-    """Whether nothing is created because a name is taken, perhaps for weeks: a live list would be for nothing, but at the end."""
+    """Whether nothing is created because a name is taken, perhaps for weeks. A live list would be useless then, except at the
+    end of the job.
+    """
     job = observed.job
     return bool(observed.vanishing or observed.conflicts) and not (is_ended(job.status) or job.deleting)
 

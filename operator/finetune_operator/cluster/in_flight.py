@@ -1,9 +1,9 @@
-"""How many requests may be under way at a time: as many as the API server can take, found by trying.
+"""Limits the requests under way to as many as the API server can take, which is found by trying.
 
-API Priority and Fairness gives every client seats, and says 429 with Retry-After to those who want more. So there is no fixed
-rate to set per cluster: the limit starts high, is halved when the server says "later" or answers slowly or not at all, and grows
-by one for each round of requests that went well. Slowness counts because requests that wait at a busy server gain nothing, and
-hold up those of others, and the renewal of our own lease.
+API Priority and Fairness gives every client seats, and answers 429 with Retry-After to those that want more. So there is no
+fixed rate to set per cluster: the limit starts high, is halved when the server asks to wait or answers slowly or not at all,
+and grows by one for each round of requests that went well. Slowness counts because requests that wait at a busy server gain
+nothing, and hold up those of others, and the renewal of our own lease.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from contextlib import asynccontextmanager
 MOST = 50
 LEAST = 2
 SLOW_SECONDS = 2.0
-"""An answer that takes longer comes from a server with too much to do; it takes milliseconds on one that has not."""
+"""An answer that takes longer comes from an overloaded server; otherwise it takes milliseconds."""
 HALVE_SECONDS = 1.0
-"""Refusals within so long of the last halving are answers to the same overload."""
+"""Refusals within this time after the last halving belong to the same overload."""
 
 
 class RequestLimiter:
@@ -42,7 +42,7 @@ class RequestLimiter:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Wait for one's turn; the request is under way as long as the context is open."""
+        """Wait for a turn; the request is under way as long as the context is open."""
         if self.num_running >= self.limit or self._waiting:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
@@ -67,12 +67,12 @@ class RequestLimiter:
             self._leave()
 
     def went_well(self) -> None:
-        """The server answered: a little more may be asked of it."""
+        """Raise the limit a little after an answer."""
         self._limit = min(self._most, self._limit + 1.0 / self._limit)
         self._let_in()
 
     def was_too_much(self) -> None:
-        """The server asked for a pause."""
+        """Halve the limit, because the server asked for a pause or is slow."""
         now = self._clock()
         if now - self._halved_at >= HALVE_SECONDS:
             self._halved_at = now
@@ -86,6 +86,6 @@ class RequestLimiter:
         while self._waiting and self.num_running < self.limit:
             turn = self._waiting.popleft()
             if not turn.done():
-                # Counted here and not by the one who waits: until it runs, nobody may take its place.
+                # It is counted here and not by the waiting request: until that runs, no other may take its place.
                 self.num_running += 1
                 turn.set_result(None)

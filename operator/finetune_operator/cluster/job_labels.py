@@ -1,4 +1,4 @@
-"""What tells jobs apart in metrics."""
+"""Labels of jobs in metrics."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from finetune_operator.cluster.projection import CachedObject
 from finetune_operator.decide.usage_labels import JobLabels
 
 
-def job_labels(cache: Cache, held: CachedObject) -> tuple[JobLabels, int]:
-    """What tells the job of a cached object apart in counters, and the GPUs of one of its training pods."""
-    summary = held.summary
+def job_labels(cache: Cache, cached: CachedObject) -> tuple[JobLabels, int]:
+    """Return the labels of a cached job for counters, and the number of GPUs of one of its training pods."""
+    summary = cached.summary
     if summary is None:
-        return JobLabels(held.key.namespace, held.key.namespace, "", "", "", ""), 0
-    cached = cache.profile(summary.profile)
-    profile, facts = cached.profile if cached is not None else None, summary.facts
+        return JobLabels(cached.key.namespace, cached.key.namespace, "", "", "", ""), 0
+    cached_profile = cache.profile(summary.profile)
+    profile, facts = cached_profile.profile if cached_profile is not None else None, summary.facts
     gpu = profile.gpu if profile is not None else ""
     labels = JobLabels(
-        namespace=held.key.namespace,
-        team=facts.team or held.key.namespace,
+        namespace=cached.key.namespace,
+        team=facts.team or cached.key.namespace,
         method=facts.method,
         queue=facts.queue or (profile.queue if profile is not None else ""),
         profile=summary.profile,

@@ -1,4 +1,4 @@
-"""The kinds of objects that the operator reads or writes, and where the API server has them."""
+"""The kinds of objects that the operator reads or writes, and their paths on the API server."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ CLUSTER_ROLES = Kind("rbac.authorization.k8s.io", "v1", "clusterroles", "Cluster
 
 WRITTEN_BY_USERS = (PROFILES, JOBS)
 CHILDREN = (BATCH_JOBS, PODS, CONFIG_MAPS, SERVICES)
-"""Watched by their label."""
+"""Kinds that are watched by their label."""
 WATCHED = (*WRITTEN_BY_USERS, *CHILDREN)
-"""Profiles before jobs and owners before children: the order of the first list."""
+"""Watched kinds in the order of the first list: profiles before jobs, and owners before children."""
 CHILD_KINDS = {kind.name: kind for kind in (BATCH_JOBS, CONFIG_MAPS, SERVICES, CLAIMS, NETWORK_POLICIES)}
-"""What may be created for a job."""
+"""Kinds that may be created for a job."""
 DELETED_KINDS = {**CHILD_KINDS, PODS.name: PODS}
-"""What may be deleted of a job: a pod only if its node is lost."""
+"""Kinds that may be deleted for a job; a pod only if its node is lost."""
 
 
 def selector_of(kind: Kind) -> str | None:

@@ -19,7 +19,7 @@ _log = logger(__name__)
 
 
 class LeadershipThread:
-    """Competes next to the main loop. `on_lost` ends the process; a test may give another."""
+    """Competes for the Lease beside the main loop. `on_lost` ends the process, unless a test gives another."""
 
     def __init__(
         self,
@@ -80,6 +80,6 @@ class LeadershipThread:
                     await elector.release()
         except asyncio.CancelledError:
             return
-        except Exception:  # noqa: BLE001 - whatever it is, nobody renews the lease any more
+        except Exception:  # noqa: BLE001 - whatever it is, the lease is not renewed any more
             _log.exception("lease thread failed: this replica ends")
             self._on_lost()

@@ -31,17 +31,17 @@ class LeaseStore(Protocol):
         ...
 
     async def create(self, spec: Document) -> Document:
-        """Make it."""
+        """Create the Lease."""
         ...
 
     async def replace(self, lease: Document) -> Document:
-        """Write it, its resourceVersion being a precondition."""
+        """Write the Lease; its resourceVersion is a precondition."""
         ...
 
 
 @dataclass(frozen=True)
 class LeaseTiming:
-    """Seconds."""
+    """Times of an election, in seconds."""
 
     duration: float
     renew_deadline: float
@@ -66,9 +66,9 @@ class Elector:
         self._clock = clock
         self._sleep = sleep
         self._lease: Document | None = None
-        """As we wrote it last; a renewal needs no read."""
+        """The Lease as we last wrote it, so that a renewal needs no read."""
         self._renewed = -math.inf
-        """When the last renewal that succeeded was begun. When its answer came says nothing: others count from the write."""
+        """When the last successful renewal was begun. The time of its answer does not matter: others count from the write."""
         self._seen: tuple[object, float] | None = None
         """The other holder's record and when it was first seen."""
 
@@ -78,7 +78,9 @@ class Elector:
         return self._clock() - self._renewed
 
     def fence(self) -> None:
-        """Raise NotLeadingError unless the lease is so young that nobody else can hold it. May be called from any thread."""
+        """Raise NotLeadingError unless the lease was renewed so recently that no other replica can hold it. May be called from
+        any thread.
+        """
         age = self.age
         if age >= self._timing.renew_deadline:
             raise NotLeadingError(
@@ -91,7 +93,7 @@ class Elector:
             try:
                 async with asyncio.timeout(self._timing.renew_deadline):
                     taken = await self._try_to_take()
-                # An answer that took longer than a renewal may take tells of a lease that others may have by now.
+                # After an answer that took longer than a renewal may take, others may have the lease by now.
                 if taken and self.age < self._timing.renew_deadline:
                     return
             except (ApiError, ApiUnreachableError, TimeoutError) as error:
@@ -99,8 +101,8 @@ class Elector:
             await self._sleep(self._timing.retry)
 
     async def hold(self) -> None:
-        """Renew until somebody else has had the lease. While the API server is away nobody can take it: then the fence is closed,
-        and it opens again with the first renewal that succeeds.
+        """Renew the lease until another replica has had it. While the API server is away no replica can take it: the fence is
+        closed then, and opens again with the first successful renewal.
         """
         while True:
             await self._sleep(self._timing.retry)
@@ -152,7 +154,7 @@ class Elector:
         return True
 
     async def _write(self, lease: Document | None, started: float) -> None:
-        """Raises ApiError with a conflict if somebody else was faster: the lease is not ours then."""
+        """Write the Lease with us as its holder. Raises ApiError with a conflict if another replica was faster."""
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         spec: Document = {} if lease is None else dict(lease.get("spec") or {})
         is_renewal = lease is not None and _holder(lease) == self._identity
@@ -192,11 +194,11 @@ class LeaseObject:
         return await self._api.get(LEASES, self._namespace, self._name)
 
     async def create(self, spec: Document) -> Document:
-        """Make it; raises ApiError with a conflict where it is there."""
+        """Create the Lease. Raises ApiError with a conflict if it exists."""
         metadata = {"name": self._name, "namespace": self._namespace}
         body = {"apiVersion": LEASES.api_version, "kind": LEASES.name, "metadata": metadata, "spec": spec}
         return await self._api.create(LEASES, self._namespace, body)
 
     async def replace(self, lease: Document) -> Document:
-        """Write it, its resourceVersion being a precondition."""
+        """Write the Lease; its resourceVersion is a precondition."""
         return await self._api.replace(LEASES, self._namespace, self._name, lease)

@@ -1,7 +1,7 @@
 """The ledger of usage: one ConfigMap of the release with the accounts of all jobs, and the totals of those that are gone.
 
-One object, because only then what is added to a total and what is taken off a job's account are one write. It is written by one
-process, whose writes may be carried out without an answer; docs/decisions/0022 has the reasons.
+It is one object, because only then adding to a total and removing a job's account are one write. It is written by one process,
+whose writes may be carried out without an answer; docs/decisions/0022 has the reasons.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from finetune_operator.logs import logger
 
 _log = logger(__name__)
 KEY, UNREADABLE = "accounts.json.z", "unreadable.json.z"
-"""Of the content, and of one that could not be read, which is kept for people."""
+"""Keys of the content, and of a content that could not be read, which is kept for people."""
 MOST_KEPT_CHARACTERS = 400_000
-"""Of what cannot be read, so that there is room for what is counted: an object has a mebibyte."""
+"""Longest unreadable content that is kept, so that there is room for what is counted: an object has a mebibyte."""
 MOST_BYTES = 64 << 20
-"""Of the content: a hundred times that of 5,000 running jobs. What is longer is cut, and so unreadable."""
+"""Largest content: a hundred times that of 5,000 running jobs. A longer one is truncated, and so unreadable."""
 
 
 class _Group(BaseModel):
@@ -40,58 +40,60 @@ class _Group(BaseModel):
 
 
 class Ledger(BaseModel):
-    """What is on record."""
+    """The recorded accounts and totals."""
 
     model_config = ConfigDict(frozen=True)
     groups: tuple[_Group, ...] = ()
-    """Of jobs that have ended or are gone."""
+    """Totals of jobs that have ended or are gone."""
     jobs: Mapping[str, JobAccount] = Field(default_factory=dict)
-    """By UID, of the others."""
+    """Accounts of the other jobs, by UID."""
 
     def totals(self) -> dict[JobLabels, UsageTotals]:
-        """By labels."""
+        """Return the totals by labels."""
         return {group.labels: group.totals for group in self.groups}
 
 
 class _Write(NamedTuple):
-    """A write."""
+    """A write of the ledger."""
 
     ledger: Ledger
     number: int
-    """Of the latest account that was staged for it."""
+    """Number of the latest account that was staged for it."""
     staged: Mapping[str, JobAccount]
     closed: Mapping[str, JobAccount]
     """Accounts that it adds to the totals."""
 
 
-def read_ledger(found: Document) -> Ledger:
-    """The content of the ConfigMap. Raises ValueError."""
+def read_ledger(config_map: Document) -> Ledger:
+    """Read the content of the ConfigMap. Raises ValueError."""
     try:
-        content = zlib.decompressobj().decompress(base64.b64decode(found["binaryData"][KEY]), MOST_BYTES)
+        content = zlib.decompressobj().decompress(base64.b64decode(config_map["binaryData"][KEY]), MOST_BYTES)
         return Ledger.model_validate_json(content)
     except (KeyError, TypeError, zlib.error) as error:
         raise ValueError(str(error)) from error
 
 
-def _ledger_of(found: Document) -> Ledger | None:
-    """None: it cannot be read."""
+def _ledger_of(config_map: Document) -> Ledger | None:
+    """Read the content of the ConfigMap; None if that is not possible."""
     try:
-        return read_ledger(found)
+        return read_ledger(config_map)
     except ValueError as error:
-        kept = "" if _content(found, KEY) is None else UNREADABLE
+        kept = "" if _content(config_map, KEY) is None else UNREADABLE
         _log.error("usage is counted from zero: what was on record cannot be read", error=str(error)[:300], kept_as=kept)
         return None
 
 
-def _content(found: Document | None, key: str) -> str | None:
-    """Of an object that anybody may have edited."""
-    data = (found or {}).get("binaryData")
+def _content(config_map: Document | None, key: str) -> str | None:
+    """The text at a key of the ConfigMap, which anybody may have edited; None if it cannot be ours."""
+    data = (config_map or {}).get("binaryData")
     content = data.get(key) if isinstance(data, dict) else None
     return content if isinstance(content, str) and 0 < len(content) <= MOST_KEPT_CHARACTERS else None
 
 
 class StoredLedger:
-    """The ledger as the server has it, and what the next write adds. Used from one event loop; `recorded` from any thread."""
+    """The ledger as the server has it, and what the next write adds. It is used from one event loop; any thread may read
+    `recorded`.
+    """
 
     def __init__(
         self,
@@ -101,31 +103,31 @@ class StoredLedger:
         confirmed_at_end: Callable[[str], Confirmed | None],
         now: Callable[[], datetime],
     ) -> None:
-        """confirmed_at_end: by UID of a job that has ended or is gone, what its status says of it; None: it continues."""
+        """confirmed_at_end: takes the UID of a job; returns what its status confirms if it has ended or is gone, else None."""
         self._api = api
         self._namespace = namespace
         self._name = name
         self._confirmed_at_end = confirmed_at_end
         self._now = now
         self._object: Document | None = None
-        """As the server has it."""
+        """The ConfigMap as the server has it."""
         self._unreadable: str | None = None
-        """What was on record once and cannot be read."""
+        """Earlier content that cannot be read."""
         self.recorded: Ledger | None = None
-        """What is on record for certain."""
+        """The ledger that is certainly on record."""
         self._is_current = False
-        """Whether the server is known to have the same."""
+        """Whether the server is known to have the same ledger."""
         self._unanswered: _Write | None = None
-        """A write of which no answer came."""
+        """A write that got no answer."""
         self._staged: dict[str, JobAccount] = {}
         """Accounts that the next write puts on record."""
         self._num_staged = self._num_written = 0
         self._labels: dict[str, set[JobLabels]] = {}
-        """That are in use, by namespace."""
+        """Labels in use, by namespace."""
         self._lock = asyncio.Lock()
         self._failing_since: datetime | None = None
         self.is_uncounted = False
-        """Whether jobs continue although nothing can be put on record. Then only those that probe wait for an answer."""
+        """Whether jobs continue although nothing can be put on record. Then only calls that probe wait for an answer."""
 
     def known(self, uid: str) -> JobAccount | None:
         """The account of a job, as the next write leaves it."""
@@ -133,12 +135,12 @@ class StoredLedger:
         return staged if staged is not None or self.recorded is None else self.recorded.jobs.get(uid)
 
     def stage(self, uid: str, account: JobAccount) -> None:
-        """Have the next write put it on record."""
+        """Include an account in the next write."""
         self._staged[uid] = account
         self._num_staged += 1
 
     def use(self, labels: JobLabels) -> JobLabels:
-        """The labels, or those of all others if there are too many; they are in use from now on."""
+        """Return the labels, or those of all others if there are too many, and mark them as in use."""
         in_use: Collection[JobLabels] = self._labels.get(labels.namespace, ())
         labels = bounded_labels(labels, in_use, sum(map(len, self._labels.values())))
         self._add(labels)
@@ -148,12 +150,12 @@ class StoredLedger:
         self._labels.setdefault(labels.namespace, set()).add(labels)
 
     async def is_open(self, *, probes: bool = False) -> bool:
-        """Whether what is on record is known. Reads it if not; while jobs continue uncounted only if it `probes`."""
+        """Whether the recorded ledger is known. Reads it if not; while jobs continue uncounted, only if `probes`."""
         async with self._lock:
             return (probes or not self.is_uncounted) and await self._load()
 
     async def record(self, *, probes: bool = False) -> None:
-        """Write everything that is staged; one write serves all who wait for it."""
+        """Write everything that is staged; one write serves all callers that wait for it."""
         wanted = self._num_staged
         async with self._lock:
             if (self.is_uncounted and not probes) or not await self._load() or self.recorded is None:
@@ -177,15 +179,15 @@ class StoredLedger:
         if self._is_current:
             return True
         try:
-            found = await self._api.get(CONFIG_MAPS, self._namespace, self._name)
+            config_map = await self._api.get(CONFIG_MAPS, self._namespace, self._name)
         except (ApiError, ApiUnreachableError) as error:
             self._continue_uncounted(error)
             return False
-        read = Ledger() if found is None else _ledger_of(found)
-        recorded = Ledger() if read is None else read
-        # What is lost now, or was lost before.
-        self._unreadable = (_content(found, KEY) if read is None else None) or _content(found, UNREADABLE)
-        self._object, self._is_current = found, True
+        ledger = Ledger() if config_map is None else _ledger_of(config_map)
+        recorded = Ledger() if ledger is None else ledger
+        # Content that cannot be read now, or could not be read before.
+        self._unreadable = (_content(config_map, KEY) if ledger is None else None) or _content(config_map, UNREADABLE)
+        self._object, self._is_current = config_map, True
         write, self._unanswered = self._unanswered, None
         if write is not None and write.ledger == recorded:
             # The write whose answer was lost was carried out.
@@ -197,7 +199,7 @@ class StoredLedger:
         return True
 
     def _following(self, ledger: Ledger) -> _Write:
-        """With what is staged, and with the accounts of jobs that ended or are gone added to the totals."""
+        """Build the next write: it adds what is staged, and moves the accounts of jobs that ended or are gone to the totals."""
         closed: dict[str, JobAccount] = {}
         totals, jobs = ledger.totals(), {**ledger.jobs, **self._staged}
         for uid, account in list(jobs.items()):
@@ -206,7 +208,7 @@ class StoredLedger:
                 closed[uid] = closed_account(account)
                 totals[account.labels] = totals.get(account.labels, UsageTotals()).plus(closed[uid], confirmed)
                 del jobs[uid]
-        groups = tuple(_Group(labels=labels, totals=each) for labels, each in sorted(totals.items()))
+        groups = tuple(_Group(labels=labels, totals=usage) for labels, usage in sorted(totals.items()))
         return _Write(Ledger(groups=groups, jobs=jobs), self._num_staged, dict(self._staged), closed)
 
     def _has_ended_jobs(self, ledger: Ledger) -> bool:
@@ -232,7 +234,7 @@ class StoredLedger:
             _log.info("accounted", uid=uid, **account.labels._asdict(), result=result, gpu_seconds=seconds)
 
     def _continue_uncounted(self, error: ApiError | ApiUnreachableError) -> None:
-        """Jobs continue if the error will not pass soon. Raises it if it may."""
+        """Let jobs continue uncounted if the error will not pass soon; raise it if it may."""
         now = self._now()
         self._failing_since = failing_since(self._failing_since, now)
         is_refusal = isinstance(error, ApiError) and error.is_refusal
@@ -243,12 +245,12 @@ class StoredLedger:
         self.is_uncounted = True
 
     def _went_well(self) -> None:
-        """Everything that is known is on record."""
+        """Note that everything known is on record."""
         if self.is_uncounted:
             _log.info("usage of jobs is counted again", config_map=f"{self._namespace}/{self._name}")
         self._failing_since, self.is_uncounted = None, False
 
 
 def accounts_name(release: str) -> str:
-    """Name of the ConfigMap of a release, by that of its Lease."""
+    """Name of the ConfigMap of a release. `release`: the name of its Lease."""
     return f"{release}-accounts"

@@ -1,7 +1,7 @@
-"""Reads of what no watch shows, before a pass: children of which it is not certain that they exist, and what runs at all.
+"""Reads what no watch shows, before a pass: children whose existence is not certain, and everything that runs.
 
-A filtered watch reports a deletion when somebody merely removes the label, and tells nothing of that object from then on; and a
-Job that still runs must never be mistaken for one that is gone.
+A filtered watch reports a deletion when somebody merely removes the label, and reports nothing about that object from then on;
+but a Job that still runs must never be mistaken for one that is gone.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from finetune_operator.decide.observed import JobView
 from finetune_operator.decide.stage import current_role
 
 UNWATCHED_SECONDS = 15.0
-"""How often an object is read of which no watch tells because its label was removed."""
+"""Pause between reads of an object that no watch shows because its label was removed."""
 LISTED_SECONDS = 60.0
-"""How long a live list is believed while no event has changed anything of what it showed."""
+"""How long a live list is valid if no event changes what it showed."""
 STILL_RUNS = "status.phase!=Succeeded,status.phase!=Failed"
 
 
@@ -35,15 +35,15 @@ class LiveReads:
         self._cache = cache
 
     async def look_up(self, job: JobView, notes: JobNotes, now: datetime) -> float | None:
-        """Make certain of every child that the watches do not show. Returns in how many seconds to do it again."""
+        """Read every child that the watches do not show. Returns after how many seconds to do it again."""
         unwatched = False
         before = notes.looked_up or {}
         looked_up: dict[str, datetime] = {}
-        for kind, held in self._cache.to_look_up(job.uid):
-            key = held.key
+        for kind, cached in self._cache.to_look_up(job.uid):
+            key = cached.key
             last = before.get(key.uid)
             is_due = last is None or (now - last).total_seconds() >= UNWATCHED_SECONDS
-            if is_due or self._cache.is_in_doubt(held):
+            if is_due or self._cache.is_in_doubt(cached):
                 last = now
                 unwatched |= await self._read(kind, key) and not self._cache.is_watched(kind, key.uid)
             else:
@@ -53,44 +53,44 @@ class LiveReads:
         return UNWATCHED_SECONDS if unwatched else None
 
     async def _read(self, kind: Kind, key: ObjectKey) -> bool:
-        """Whether the object exists and is ours."""
+        """Read an object again. Returns whether it exists and is ours."""
         document = await self._api.get(kind, key.namespace, key.name)
-        found = None if document is None else self._cache.key_of(kind, document)
-        if found is None or found.uid != key.uid:
+        current = None if document is None else self._cache.key_of(kind, document)
+        if current is None or current.uid != key.uid:
             self._cache.found_gone(kind, key.uid)
             return False
         return self._cache.found(kind, document)
 
     async def read_again(self, job: JobView, batch_job: BatchJobView) -> None:
-        """Learn how a Job and its pods are now, however late the watches are."""
-        for held in self._cache.owned(BATCH_JOBS, job.uid):
-            if held.key.uid == batch_job.uid:
-                await self._read(BATCH_JOBS, held.key)
+        """Read a Job and its pods again, in case the watches are late."""
+        for cached in self._cache.owned(BATCH_JOBS, job.uid):
+            if cached.key.uid == batch_job.uid:
+                await self._read(BATCH_JOBS, cached.key)
         pods, _ = await self._api.list(PODS, job.namespace, label_selector=f"{LABEL_JOB_UID}={job.uid}")
         for pod in pods:
             self._cache.take(PODS, pod)
         shown = {Fields(pod).at("metadata").name("uid") for pod in pods}
-        for held in self._cache.owned(PODS, batch_job.uid):
-            if held.key.uid not in shown and not held.is_gone:
-                await self._read(PODS, held.key)
+        for cached in self._cache.owned(PODS, batch_job.uid):
+            if cached.key.uid not in shown and not cached.is_gone:
+                await self._read(PODS, cached.key)
 
     async def network_policies(self, job: JobView) -> tuple[PolicyView, ...]:
-        """Those of the job that nobody has deleted."""
-        found = []
+        """NetworkPolicies of the job that are not being deleted."""
+        policies = []
         for name in (network_policy_name(job.name), network_policy_name(job.name, ways_out=True)):
             document = await self._api.get(NETWORK_POLICIES, job.namespace, name)
             key = None if document is None else self._cache.key_of(NETWORK_POLICIES, document)
             if key is not None and _is_controlled_by(key, job.uid) and not key.is_deleting:
-                found.append(PolicyView(name, key.uid))
-        return tuple(found)
+                policies.append(PolicyView(name, key.uid))
+        return tuple(policies)
 
     async def finds(self, kind: Kind, namespace: str, name: str) -> bool:
-        """Whether a child of that name exists and is ours although nothing has shown it: without its label no list does."""
+        """Whether a child of that name exists and is ours although no list has shown it, because it lacks our label."""
         document = await self._api.get(kind, namespace, name)
         return document is not None and self._cache.found(kind, document)
 
     async def children(self, job: JobView, notes: JobNotes, now: datetime) -> LiveChildren:
-        """Lists without label selector, filtered by owner UID. Only metadata travels."""
+        """List Jobs and pods without label selector, filtered by owner UID. Only metadata is transferred."""
         listed = notes.listed
         if listed is not None and self._holds(listed, job, now):
             return listed.children
@@ -108,15 +108,19 @@ class LiveReads:
             batch_jobs=tuple(sorted((LiveJob(key.name, key.uid, key.is_deleting) for key in batch_jobs), key=_name)),
             running_pods=tuple(sorted((pod for pod in pods if pod is not None), key=_name)),
         )
-        shown = [(BATCH_JOBS, one.uid) for one in children.batch_jobs] + [(PODS, one.uid) for one in children.running_pods]
+        shown = [(BATCH_JOBS, child.uid) for child in children.batch_jobs] + [
+            (PODS, child.uid) for child in children.running_pods
+        ]
         is_watched = all(self._cache.is_watched(kind, uid) for kind, uid in shown)
-        # What nothing has to be waited for in is looked at each time that something is to be created by it, so it is not kept: a
-        # Job that was created by it may be gone again, without its pods and without a trace in the cache.
+        # A list in which nothing has to be waited for is not kept, but made again before each creation: a Job that was created
+        # after it may be gone again, without its pods and without a trace in the cache.
         role = current_role(job.status)
         others = {
-            held.key.uid for held in self._cache.owned(BATCH_JOBS, job.uid) if held.batch_job and held.batch_job.role != role
+            cached.key.uid
+            for cached in self._cache.owned(BATCH_JOBS, job.uid)
+            if cached.batch_job and cached.batch_job.role != role
         }
-        is_kept = bool(children.running_pods) or any(one.uid not in others for one in children.batch_jobs)
+        is_kept = bool(children.running_pods) or any(child.uid not in others for child in children.batch_jobs)
         notes.listed = LiveList(children, self._cache.fingerprint(job.uid), now, is_watched) if is_kept else None
         return children
 
@@ -147,14 +151,14 @@ def _is_controlled_by(key: ObjectKey, job_uid: str) -> bool:
 
 
 def _may_be_ours(key: ObjectKey) -> bool:
-    """Whether a pod with our label and an unknown controller can be of a Job that is gone. A ReplicaSet's pod holds nobody up."""
+    """Whether a pod with our label and an unknown controller can belong to a Job that is gone. A pod of a ReplicaSet cannot."""
     return not key.owner_uid or key.is_controlled_by(BATCH_JOBS)
 
 
 def _has_ended(pod: Any) -> bool:
-    """For servers that give more than was asked for."""
+    """Whether a pod has ended. Some servers return more than the field selector asks for."""
     return Fields(pod).at("status").text("phase", 32) in ("Succeeded", "Failed")
 
 
-def _name(one: LiveJob | LivePod) -> str:
-    return one.name
+def _name(child: LiveJob | LivePod) -> str:
+    return child.name

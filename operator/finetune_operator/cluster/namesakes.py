@@ -1,7 +1,7 @@
-"""What an earlier job of the same name has left: it has the name of a child, belongs to nobody any more, and goes by itself.
+"""Leftovers of an earlier job of the same name: they have the name of a child, have no living owner, and go away by themselves.
 
-A FineTuneJob that has the name proves that an earlier one of that name is gone. So whatever still names the earlier one as its
-controller is deleted by the garbage collector, be it marked for that yet or not.
+A FineTuneJob that has the name proves that an earlier one of that name is gone. So the garbage collector deletes whatever still
+names the earlier one as its controller, whether it is marked for that yet or not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from finetune_operator.decide.observed import JobView
 
 
 class TemplateClaim(Enum):
-    """What a claim is to the job whose template makes one of that name."""
+    """Relation of a claim to the job whose template makes one of that name."""
 
     USABLE = auto()
     VANISHING = auto()
@@ -25,10 +25,10 @@ class TemplateClaim(Enum):
 
 
 def template_claim(key: ObjectKey, claim: Document, job: JobView, *, is_begun: bool = False) -> TemplateClaim:
-    """`claim` has the name of the one that is made from the job's template.
+    """Judge a claim that has the name of the one made from the job's template.
 
-    By its labels, because a claim that is kept after its job has no owner, and the next job of that name takes it. `is_begun`:
-    the job works on it already, and does for as long as it is there.
+    It goes by labels, because a claim that is kept after its job has no owner, and the next job of that name uses it.
+    `is_begun`: the job uses it already, and does so for as long as it exists.
     """
     labels = Fields(claim).at("metadata").at("labels")
     if (labels.name(LABEL_MANAGED_BY), labels.name(LABEL_JOB)) != (MANAGED_BY, job.name):
@@ -41,5 +41,5 @@ def template_claim(key: ObjectKey, claim: Document, job: JobView, *, is_begun: b
 
 
 def is_of_namesake(key: ObjectKey, job: JobView) -> bool:
-    """Whether it is controlled by an earlier job of that name."""
+    """Whether an object is controlled by an earlier job of that name."""
     return key.is_controlled_by(JOBS) and key.owner_name == job.name and key.owner_uid != job.uid

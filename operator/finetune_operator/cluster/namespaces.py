@@ -13,32 +13,36 @@ from finetune_operator.cluster.raw_objects import Fields
 from finetune_operator.decide.observed import NamespaceView
 
 SEEN_SECONDS = 2.0
-"""How long labels are believed: of jobs that wait in line all would be asked for."""
+"""How long labels are cached: otherwise each job that waits in line would read them."""
 _FORBIDDEN = 403
 
 
 class Namespaces:
-    """Remembers for a moment what it has read."""
+    """Reads namespaces, and caches them for a moment."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
         self._seen: dict[str, tuple[datetime, NamespaceView]] = {}
 
     async def view(self, name: str, now: datetime) -> NamespaceView:
-        """Labels of a namespace, or why they cannot be read. Raises ApiError but for a missing right, ApiUnreachableError."""
-        self._seen = {one: seen for one, seen in self._seen.items() if (now - seen[0]).total_seconds() < SEEN_SECONDS}
+        """Labels of a namespace, or why they cannot be read. Raises ApiUnreachableError, and ApiError except for a missing
+        right.
+        """
+        self._seen = {
+            cached_name: cached for cached_name, cached in self._seen.items() if (now - cached[0]).total_seconds() < SEEN_SECONDS
+        }
         if name not in self._seen:
             self._seen[name] = now, await self._read(name)
         return self._seen[name][1]
 
     async def _read(self, name: str) -> NamespaceView:
         try:
-            found = await self._api.get(NAMESPACES, None, name)
+            document = await self._api.get(NAMESPACES, None, name)
         except ApiError as error:
             if error.code != _FORBIDDEN:
                 raise
             return NamespaceView(error=f"it has no right to get namespaces: {error.message}")
-        if found is None:
+        if document is None:
             return NamespaceView(error="it does not exist")
-        labels = Fields(found).at("metadata").at("labels").raw
+        labels = Fields(document).at("metadata").at("labels").raw
         return NamespaceView({key: value for key, value in labels.items() if isinstance(value, str)})

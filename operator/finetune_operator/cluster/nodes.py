@@ -17,18 +17,18 @@ _FIX = "install the chart with rbac.readNodes=true, or take gpu.faultConditions 
 
 
 async def read_nodes(api: Api, names: Sequence[str]) -> tuple[NodeView, ...]:
-    """Those that there are and that may be read. Raises ApiUnreachableError."""
-    found: list[NodeView] = []
+    """Read the nodes that exist and may be read. Raises ApiUnreachableError."""
+    nodes: list[NodeView] = []
     for name in names:
         try:
             document = await api.get(NODES, None, name)
         except ApiError as error:
             fix = {"fix": _FIX} if error.code == 403 else {}
             _log.warning("the conditions of a node cannot be read", node=name, error=str(error), **fix)
-            return tuple(found)
+            return tuple(nodes)
         conditions = Fields(document).at("status").items("conditions")
-        found.append(NodeView(name, tuple(_condition(one) for one in conditions)))
-    return tuple(found)
+        nodes.append(NodeView(name, tuple(_condition(condition) for condition in conditions)))
+    return tuple(nodes)
 
 
 def _condition(fields: Fields) -> NodeConditionView:

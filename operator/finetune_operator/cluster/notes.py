@@ -1,6 +1,6 @@
-"""What is remembered of a FineTuneJob from pass to pass, apart from the cluster's own objects; it goes when the job goes.
+"""Notes that are kept about a FineTuneJob between passes, besides the cluster's own objects; they are dropped with the job.
 
-All of it may be lost at any time: a new leader learns it again by the answers that it gets.
+They may be lost at any time: a new leader learns them again from the answers that it gets.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ class LiveList:
 
 @dataclass(slots=True)
 class JobNotes:
-    """Of one job."""
+    """Notes about one job."""
 
     conflicts: frozenset[tuple[Kind, str]] = frozenset()
-    """What creates met that is not ours."""
+    """Objects that creates met and that are not ours."""
     progress: Progress | None = None
     refused: RefusedWrite | None = None
     listed: LiveList | None = None
     looked_up: dict[str, datetime] | None = None
-    """UID of an object of which no watch tells -> when it was read last."""
+    """UID of an object that no watch shows -> when it was last read."""
     told_ahead: tuple[datetime, int] | None = None
-    """When a pass was told how many jobs are ahead in the line, and how many."""
+    """When the number of jobs ahead in the line was last reported, and that number."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is noted, as of nearly every job at any one time."""
+        """Whether nothing is noted, which is so for nearly every job."""
         return not (self.conflicts or self.looked_up or self.progress or self.refused or self.listed or self.told_ahead)
 
 
 def refused_write(
     before: RefusedWrite | None, child: tuple[str, str], error: ApiError, now: datetime, draw: Callable[[], float]
 ) -> RefusedWrite:
-    """What to note of a create that the server refused, once more. `child`: kind and name.
+    """Note a create that the server refused, perhaps again. `child`: kind and name.
 
-    `draw`: from 0 to 1, so that jobs that were refused together are not tried together.
+    `draw`: returns a number from 0 to 1, so that jobs that were refused together are not retried together.
     """
     kind, name = child
     tries = 1 if before is None else before.tries + 1

@@ -1,4 +1,4 @@
-"""Who an object is, and who controls it."""
+"""Identity of an object, and its controller."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class UnreadableObjectError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ObjectKey:
-    """What every kept object is found and compared by."""
+    """Identity, version and controller of an object, by which the cache finds and compares it."""
 
     uid: str
     namespace: str
@@ -35,7 +35,7 @@ class ObjectKey:
     is_deleting: bool = False
     """Whether somebody asked for its deletion."""
     is_labelled: bool = True
-    """Whether it carries the label by which children are watched; the events of one without it never come."""
+    """Whether it carries the label by which children are watched; watches show no events of an object without it."""
 
     def is_controlled_by(self, kind: Kind) -> bool:
         """Whether its controller owner says that it is of that kind."""
@@ -48,7 +48,7 @@ def object_key(document: Document) -> ObjectKey:
 
 
 def key_of(fields: Fields) -> ObjectKey:
-    """The same of an object that is being read."""
+    """Read identity, version and controller owner. Raises UnreadableObjectError."""
     metadata = fields.at("metadata")
     uid, name, version = metadata.name("uid", LONGEST_UID), metadata.name("name"), metadata.digits("resourceVersion")
     if not uid or not name or version is None:
@@ -72,7 +72,7 @@ def key_of(fields: Fields) -> ObjectKey:
 def belongs_to(document: Document, job_uid: str) -> bool:
     """Whether an object is a child of that job.
 
-    By its controller owner; a claim that outlives the job has none on purpose and is told by its label.
+    It goes by the controller owner. A claim that outlives the job has none on purpose, and is recognised by its label.
     """
     key = object_key(document)
     if key.owner_uid:

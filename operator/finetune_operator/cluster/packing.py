@@ -1,7 +1,7 @@
-"""The JSON of an object, compressed.
+"""Compresses the JSON of objects.
 
-Plans and jobs are for the most part names of fields, defaults and their reasons. Alone each of them repeats these; against a
-preset dictionary (RFC 1950) a plan takes a fifth of that, 0.4 kB instead of 2.2, and a job half.
+Plans and jobs consist mostly of field names, defaults and their reasons, which each of them repeats. With a preset dictionary
+(RFC 1950) a compressed plan takes a fifth, 0.4 kB instead of 2.2, and a job half.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.cluster.raw_objects import read_json, write_json
 
 FASTEST = 1
-"""Level of compression: two thirds of the time of the usual one, for the same size."""
+"""Compression level that takes two thirds of the time of the default one, for the same size."""
 
 
 def packed(value: dict[str, Any]) -> tuple[bytes, int]:
-    """The compressed JSON of an object, and how many bytes it was before."""
+    """Return the compressed JSON of an object, and its size before compression in bytes."""
     content = write_json(value)
     compressor = zlib.compressobj(FASTEST, zdict=_typical_content())
     return compressor.compress(content) + compressor.flush(), len(content)
 
 
 def unpacked(content: bytes) -> dict[str, Any]:
-    """What this process has packed."""
+    """Return an object that this process has packed."""
     decompressor = zlib.decompressobj(zdict=_typical_content())
     value: dict[str, Any] = read_json(decompressor.decompress(content) + decompressor.flush())
     return value
@@ -52,7 +52,7 @@ def _typical_content() -> bytes:
     identity, profile = JobIdentity(namespace="team", name="job", uid="0" * 8), FineTuneProfileSpec(trainer_image="trainer")
     plan = resolve(identity, spec, profile)
     time = "2026-01-01T00:00:00Z"
-    choices = [{"field": one.field, "value": json.dumps(one.value), "reason": one.reason} for one in plan.choices]
+    choices = [{"field": choice.field, "value": json.dumps(choice.value), "reason": choice.reason} for choice in plan.choices]
     conditions = [
         {"type": kind, "status": "True", "reason": Reason.COMPLETED, "message": "", "lastTransitionTime": time}
         for kind in ConditionType

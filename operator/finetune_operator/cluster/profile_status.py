@@ -28,7 +28,7 @@ _log = logger(__name__)
 
 
 class ProfileStatus:
-    """Judges profiles as they come and change."""
+    """Judges profiles when they appear or change."""
 
     def __init__(self, api: Api, cache: Cache, *, now: Callable[[], datetime] = utc_now) -> None:
         self._api = api
@@ -36,39 +36,41 @@ class ProfileStatus:
         self._now = now
         self._reader = Reader()
         self._judged: dict[str, int] = {}
-        """UID of a profile -> its generation."""
+        """UID of a profile -> the generation that was judged."""
         self.changed = asyncio.Event()
         """Set it when a profile came or changed."""
 
     async def run(self) -> None:
-        """Until cancelled. Raises ApiUnreachableError; what is judged is kept for when it is called again."""
+        """Judge profiles until cancelled. Raises ApiUnreachableError; a later call continues with what is not judged yet."""
         while True:
             self.changed.clear()
             profiles = self._cache.profiles()
-            for uid in self._judged.keys() - {held.key.uid for held in profiles}:
+            for uid in self._judged.keys() - {cached.key.uid for cached in profiles}:
                 del self._judged[uid]
-            for held in profiles:
-                await self._judge(held)
+            for cached in profiles:
+                await self._judge(cached)
             await self.changed.wait()
 
-    async def _judge(self, held: CachedObject) -> None:
-        document = held.document()
+    async def _judge(self, cached: CachedObject) -> None:
+        document = cached.document()
         generation = document["metadata"].get("generation")
-        if not isinstance(generation, int) or self._judged.get(held.key.uid) == generation:
+        if not isinstance(generation, int) or self._judged.get(cached.key.uid) == generation:
             return
         written = _read_status(document)
-        status = profile_status(self._reader.profile(held), written.conditions, generation=generation, now=timestamp(self._now()))
+        status = profile_status(
+            self._reader.profile(cached), written.conditions, generation=generation, now=timestamp(self._now())
+        )
         if status != written:
-            # The UID is a precondition: the name may be another's by now.
-            patch = {"metadata": {"uid": held.key.uid}, "status": status.model_dump(mode="json", by_alias=True)}
+            # The UID is a precondition: the name may belong to another object by now.
+            patch = {"metadata": {"uid": cached.key.uid}, "status": status.model_dump(mode="json", by_alias=True)}
             try:
-                await self._api.patch(PROFILES, "", held.key.name, patch, subresource="status")
+                await self._api.patch(PROFILES, "", cached.key.name, patch, subresource="status")
             except ApiError as error:
                 if error.is_conflict:
                     return
                 # Without the right, or with a definition that knows no status, jobs still say what is wrong.
-                _log.warning("the status of a profile was not written", profile=held.key.name, error=str(error))
-        self._judged[held.key.uid] = generation
+                _log.warning("the status of a profile was not written", profile=cached.key.name, error=str(error))
+        self._judged[cached.key.uid] = generation
 
 
 def _read_status(document: dict[str, Any]) -> FineTuneProfileStatus:

@@ -53,38 +53,37 @@ class ProgressPoll:
                 await asyncio.sleep(min(max(self._period, num_polled / self._writes_per_second), self._longest))
 
     async def _round(self, session: aiohttp.ClientSession) -> int:
-        training = [held for held in self._cache.jobs() if held.summary is not None and held.summary.is_training]
-        for uid in self._told.keys() - {held.key.uid for held in training}:
+        training = [cached for cached in self._cache.jobs() if cached.summary is not None and cached.summary.is_training]
+        for uid in self._told.keys() - {cached.key.uid for cached in training}:
             del self._told[uid]
         limit = asyncio.Semaphore(CONCURRENT_POLLS)
 
-        async def poll(held: CachedObject) -> bool:
-            pod = self._rank_zero(held)
+        async def poll(cached: CachedObject) -> bool:
+            pod = self._rank_zero(cached)
             if pod is None:
                 return False
             async with limit:
-                await self._ask(session, held, pod)
+                await self._ask(session, cached, pod)
             return True
 
-        return sum(await asyncio.gather(*(poll(held) for held in training)))
+        return sum(await asyncio.gather(*(poll(cached) for cached in training)))
 
-    def _rank_zero(self, held: CachedObject) -> PodView | None:
+    def _rank_zero(self, cached: CachedObject) -> PodView | None:
         """The pod of rank 0 of the current training attempt, if it runs.
 
-        A Job adopts every pod with its labels, no matter who made it, and deletes those too many of an index. They are asked
-        last.
+        A Job adopts every pod with its labels, whoever made it, and deletes surplus pods of an index. Those are asked last.
         """
-        number = held.summary.job_number if held.summary is not None else -1
-        found: PodView | None = None
-        for item in self._cache.pods_of(held.key.uid):
+        number = cached.summary.job_number if cached.summary is not None else -1
+        rank_zero: PodView | None = None
+        for item in self._cache.pods_of(cached.key.uid):
             pod = item.pod
             if pod is None or pod.role is not Role.TRAIN or pod.attempt != number or pod.node_rank or not pod.pod_ip:
                 continue
-            if pod.phase == "Running" and not pod.gone and (found is None or _precedence(pod) > _precedence(found)):
-                found = pod
-        return found
+            if pod.phase == "Running" and not pod.gone and (rank_zero is None or _precedence(pod) > _precedence(rank_zero)):
+                rank_zero = pod
+        return rank_zero
 
-    async def _ask(self, session: aiohttp.ClientSession, held: CachedObject, pod: PodView) -> None:
+    async def _ask(self, session: aiohttp.ClientSession, cached: CachedObject, pod: PodView) -> None:
         host = f"[{pod.pod_ip}]" if ":" in pod.pod_ip else pod.pod_ip
         try:
             async with session.get(f"http://{host}:{OBSERVE_PORT}/progress", allow_redirects=False) as response:
@@ -92,14 +91,14 @@ class ProgressPoll:
                     return
                 progress = Progress.model_validate_json(await read_at_most(response.content, LARGEST_ANSWER_BYTES))
         except (aiohttp.ClientError, TimeoutError, ValueError):
-            # Normal while the pod starts, ends or restarts; a run that hangs is the deadlines' affair.
+            # Normal while the pod starts, ends or restarts; the deadlines handle a run that hangs.
             return
-        uid = held.key.uid
-        if held.summary is None or progress.attempt != held.summary.attempt or self._told.get(uid) == progress:
+        uid = cached.key.uid
+        if cached.summary is None or progress.attempt != cached.summary.attempt or self._told.get(uid) == progress:
             return
         self._told[uid] = progress
         self._gatherer.note_progress(uid, progress)
-        self._wake(JobKey(held.key.namespace, held.key.name))
+        self._wake(JobKey(cached.key.namespace, cached.key.name))
 
 
 def _precedence(pod: PodView) -> tuple[bool, datetime]:

@@ -1,7 +1,8 @@
-"""Raw objects -> the small typed views that the cache keeps. Raw dicts of many jobs and pods would cost forty times the memory.
+"""Converts raw objects to the small typed views that the cache keeps. Raw dicts of many jobs and pods would cost forty times
+the memory.
 
-Whatever an object holds, nothing here raises but `UnreadableObjectError`, for one without a readable identity; other values
-that cannot be read are as good as absent, and `CachedObject.unreadable` names them. Every text is bounded.
+Whatever an object contains, this raises only `UnreadableObjectError`, for one without a readable identity. Other values that
+cannot be read count as absent, and `CachedObject.unreadable` names them. The length of every text is limited.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ LONGEST_MESSAGE = 2048
 LONGEST_GATES = 4096
 LONGEST_GRACE_SECONDS = 366 * 86_400
 DEEPEST = 64
-"""Levels of a manifest that are looked at. Ours have ten, and what recurses over a thousand of them costs a pass its stack."""
+"""Levels of nesting of a manifest that are read. Ours have ten, and recursion over a thousand would exhaust the stack of a
+pass."""
 _BATCH_JOB_NAME = re.compile(r".+-(fetch|preflight|train|merge|publish)-([0-9]{1,9})")
 
 
@@ -38,13 +40,13 @@ class CachedObject:
     compressed: bytes = b""
     """The parts of the object that are needed raw, as JSON: spec and status of our own kinds, the data of a ConfigMap."""
     size: int = 0
-    """Bytes of them, before they were compressed."""
+    """Bytes of these parts before compression."""
     batch_job: BatchJobView | None = None
     pod: PodView | None = None
     summary: JobSummary | None = None
     profile: ProfileSummary | None = None
     is_bare: bool = False
-    """Only the key was read: it says that it is ours, and its owner is not known (yet)."""
+    """Whether only the key was read, because the object claims to be ours but its owner is not known (yet)."""
     unreadable: tuple[str, ...] = field(default=(), compare=False)
     """Paths of values that could not be read and are taken for absent."""
 
@@ -64,7 +66,7 @@ def utc_now() -> datetime:
 
 
 def project(kind: Kind, document: Document) -> CachedObject:
-    """What the cache keeps of an object. Raises UnreadableObjectError."""
+    """Return what the cache keeps of an object. Raises UnreadableObjectError."""
     fields = Fields(document)
     key = key_of(fields)
     match kind.name:
@@ -86,7 +88,7 @@ def project(kind: Kind, document: Document) -> CachedObject:
 
 
 def _compressed(fields: Fields, document: Document, *parts: str) -> tuple[bytes, int]:
-    """Of metadata only what is read: an object in which nothing else changed is not looked at again."""
+    """Compress these parts and the metadata that is used, so that a change of other metadata is no news."""
     kept: dict[str, Any] = {}
     for part in parts:
         value = document.get(part)
@@ -105,7 +107,7 @@ def _compressed(fields: Fields, document: Document, *parts: str) -> tuple[bytes,
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether a value is nested deeper, without recursion."""
+    """Whether a value is nested deeper. It is found without recursion."""
     layer = [value]
     while layer and levels:
         inner = [item for outer in layer for item in (outer.values() if isinstance(outer, dict) else outer)]
@@ -115,7 +117,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def _role_and_attempt(batch_job_name: str) -> tuple[Role, int] | None:
-    """From the name of the Job, which we gave it and nobody can change, unlike its labels."""
+    """Read role and attempt from the name of the Job, which cannot be changed, unlike its labels."""
     match = _BATCH_JOB_NAME.fullmatch(batch_job_name)
     return None if match is None else (Role(match[1]), int(match[2]))
 
@@ -213,9 +215,9 @@ def _pod_view(key: ObjectKey, fields: Fields) -> PodView | None:
 
 def _own_container(status: Fields) -> Fields:
     """The status of our container."""
-    found = {item.name("name"): item for item in status.items("containerStatuses")}
+    containers = {item.name("name"): item for item in status.items("containerStatuses")}
     # The kubelet sorts by name, so that a container which somebody injected may come first.
-    return found.get(CONTAINER_NAME) or next(iter(found.values()), Fields(None))
+    return containers.get(CONTAINER_NAME) or next(iter(containers.values()), Fields(None))
 
 
 def _container_states(status: Fields) -> tuple[Fields, Fields]:
@@ -233,7 +235,7 @@ def _container_states(status: Fields) -> tuple[Fields, Fields]:
 
 
 def _restarts(container: Fields) -> tuple[int, ContainerEnd | None]:
-    """How often a container was started again, or waits for it, and how it ended before."""
+    """How often a container was restarted, or waits to be, and how it ended before."""
     ended = container.at("lastState").at("terminated")
     if not ended.raw:
         return 0, None
@@ -250,7 +252,7 @@ def _restarts(container: Fields) -> tuple[int, ContainerEnd | None]:
 
 
 def _restarts_container(pod: Fields) -> bool:
-    """Whether our container has a rule for starting it again. A server that knows none leaves it out."""
+    """Whether our container has restart rules. An API server that does not know them drops the field."""
     return any(item.name("name") == CONTAINER_NAME and item.has("restartPolicyRules") for item in pod.items("containers"))
 
 

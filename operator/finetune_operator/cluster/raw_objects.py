@@ -1,7 +1,7 @@
-"""Reading objects that anybody may write: JSON of any content, fields by type, and a count of what could not be read.
+"""Reads objects that anybody may write: JSON of any content, fields by type, and a count of unreadable values.
 
-Who may write labels, annotations, owner references or a status can put anything there that the API server's types allow. A
-value that is not what it should be is read as absent and its path is noted; no such object ends a list, a watch or a pass.
+Whoever may write labels, annotations, owner references or a status can put anything there that the API server's types allow. A
+value of the wrong form is read as absent and its path is noted, so that no such object ends a list, a watch or a pass.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from finetune_operator.cluster.kinds import Kind
 from finetune_operator.logs import logger
 
 MOST_NOTES = 4
-"""Unreadable values noted of one object; more would only make the log line longer."""
+"""Unreadable values that are noted for one object; more would only make the log line longer."""
 SHORT = 64
-"""Characters of texts that are reasons, types and phases, or what the Job controller says of each Job that succeeded. All objects
-have the same few, so each is kept once."""
+"""Longest text that is kept once for all objects, in characters: reasons, types, phases, and the Job controller's message about
+each Job that succeeded. All objects have the same few."""
 MOST_ITEMS = 128
-"""Entries of a list that are looked at."""
+"""Entries of a list that are read."""
 LARGEST_NUMBER = 2**63 - 1
-"""What the API server keeps of a whole number."""
+"""Largest whole number that the API server stores."""
 LONGEST_TIME = 40
 """Characters of an RFC 3339 time with an offset and nanoseconds."""
 KEPT_TIMES = 4096
-"""Parsed times that are kept to be used again: what happens in one second is told by many objects."""
+"""Number of parsed times that are cached: many objects report what happens in one second."""
 REMEMBERED = 4096
-"""Versions of objects whose unreadable values have been told."""
+"""Number of versions of objects that are remembered as logged."""
 LONGEST_NAME = 64
-"""Characters of a stranger's texts that go to the log."""
+"""Characters of texts of foreign objects that are logged."""
 YEARS = range(1970, 2200)
-"""Times outside overflow as soon as a deadline is added to them."""
+"""Years of readable times: others overflow as soon as a deadline is added."""
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _log = logger(__name__)
 
 
 def read_json(content: bytes) -> Any:
-    """The value. Raises ValueError; RecursionError for what is nested too deep even for the standard library."""
+    """Parse JSON. Raises ValueError, and RecursionError if it is nested too deeply even for the standard library."""
     try:
         return from_json(content)
     except ValueError:
@@ -53,7 +53,7 @@ def read_json(content: bytes) -> Any:
 
 
 def write_json(value: Any) -> bytes:
-    """UTF-8 without spaces."""
+    """Return the JSON of a value in UTF-8, without spaces."""
     try:
         return to_json(value)
     except PydanticSerializationError:
@@ -70,7 +70,7 @@ def _time(text: str) -> datetime | None:
 
 
 class Fields:
-    """A JSON object of which nothing is known. `notes`: paths of what could not be read, shared with every object below it."""
+    """Reads the fields of a JSON object by type. `notes`: paths of what could not be read, shared with every object below it."""
 
     __slots__ = ("_notes", "_path", "_raw")
 
@@ -92,13 +92,13 @@ class Fields:
         return self._raw
 
     def note(self, name: str = "") -> None:
-        """Say that a value, or this object itself, cannot be read."""
+        """Note that a value, or this object itself, cannot be read."""
         path = self._below(name) if name else self._path
         if len(self._notes) < MOST_NOTES and path not in self._notes:
             self._notes.append(path)
 
     def has(self, name: str) -> bool:
-        """Whether there is anything but null."""
+        """Whether the field is there and not null."""
         return self._raw.get(name) is not None
 
     def at(self, name: str) -> Fields:
@@ -124,7 +124,9 @@ class Fields:
         return self._text(name)[-longest:]
 
     def name(self, name: str, longest: int = 253) -> str:
-        """A text that identifies something: one that is too long is none, since what is left of it would be another's."""
+        """A text that identifies something. One that is too long counts as absent, because a truncated one could name something
+        else.
+        """
         value = self._text(name)
         if len(value) > longest:
             self.note(name)
@@ -183,7 +185,9 @@ class Fields:
 
 
 class UnreadableObjects:
-    """Used by the main loop and the watch thread. `count` is called with the kind."""
+    """Logs each version of an object that has unreadable values. The main loop and the watch thread use it; `count` is called
+    with the kind.
+    """
 
     def __init__(self, count: Callable[[str], None] | None = None) -> None:
         self._count = count
@@ -191,7 +195,7 @@ class UnreadableObjects:
         self._lock = threading.Lock()
 
     def note(self, kind: Kind, document: Any, paths: tuple[str, ...]) -> None:
-        """These values of the object are left out, or the whole object is."""
+        """Log that these values of the object are left out, or the whole object is."""
         metadata = Fields(document).at("metadata")
         namespace, name = metadata.text("namespace", LONGEST_NAME), metadata.text("name", LONGEST_NAME)
         version = (kind.name, metadata.text("uid", LONGEST_NAME) or f"{namespace}/{name}", metadata.text("resourceVersion", 32))

@@ -1,4 +1,4 @@
-"""What the cache keeps compressed -> what decisions look at, each version of an object parsed once.
+"""Parses what the cache keeps compressed into what decisions read, each version of an object once.
 
 Passes come in groups (a Job, its pods and their states change within seconds), and most of them see the same manifest, status,
 profile and plan as the one before. All of these are immutable once parsed, so they are shared.
@@ -27,22 +27,22 @@ V = TypeVar("V")
 
 
 class LruCache(Generic[K, V]):
-    """Makes each result once; the one that was not asked for longest is given up when there are too many."""
+    """Caches results. When there are too many, the least recently used one is dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._results: OrderedDict[K, V] = OrderedDict()
 
     def __len__(self) -> int:
-        """Results held."""
+        """Number of cached results."""
         return len(self._results)
 
     def forget(self, key: K) -> None:
-        """The result of that key does not hold any more."""
+        """Drop the result of that key."""
         self._results.pop(key, None)
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """The result of that key, made if it is not held. What `make` raises is not remembered."""
+        """Return the result of that key, made if it is not cached. Exceptions of `make` are not cached."""
         if key in self._results:
             self._results.move_to_end(key)
             return self._results[key]
@@ -54,15 +54,16 @@ class LruCache(Generic[K, V]):
 
 
 RECENT_JOBS = MOST_WORKERS
-"""Jobs whose document and status are kept as they were read; about 120 kB each. Passes over one job follow each other."""
+"""Number of jobs whose parsed document and status are kept, about 120 kB each. Passes over one job follow each other."""
 RECENT_SPECS = 64
-"""About 14 kB each."""
+"""Number of parsed specs that are kept, about 14 kB each."""
 PROFILES_AT_A_TIME = 64
 LARGEST_KEPT = 64 << 10
-"""Bytes of JSON. What is larger is read again each time: a thousand manifests of a tenant may be a megabyte of objects each."""
+"""Largest object that is kept parsed, in bytes of JSON. Larger ones are parsed each time: a thousand manifests of a tenant may
+be a megabyte of objects each."""
 _MOST_LINES, _LONGEST_LINE = 32, 1024
 ORPHAN_FINALIZER = "orphan"
-"""Of the garbage collector, on what is deleted with the policy Orphan."""
+"""Finalizer of the garbage collector on objects that are deleted with the policy Orphan."""
 
 
 class ParsedJob(NamedTuple):
@@ -71,7 +72,7 @@ class ParsedJob(NamedTuple):
     view: JobView
     raw_spec: dict[str, Any]
     raw_status: dict[str, Any]
-    """As it is on the server, for the patch."""
+    """Status as it is on the server, for the patch."""
     is_large: bool
 
 
@@ -82,62 +83,62 @@ class _Spec(NamedTuple):
 
 
 class Reader:
-    """Reads jobs, profiles and plans out of what is held."""
+    """Reads jobs, profiles and plans from cached objects."""
 
     def __init__(self) -> None:
         self._jobs: LruCache[tuple[str, int], ParsedJob] = LruCache(RECENT_JOBS)
         self._specs: LruCache[str, _Spec] = LruCache(RECENT_SPECS)
-        """By UID of the job; most new versions of a job have the same spec."""
+        """Specs by UID of the job; most new versions of a job have the same spec."""
         self._profiles: LruCache[tuple[str, int], ProfileView] = LruCache(PROFILES_AT_A_TIME)
         self._plans: LruCache[tuple[str, int], ConfigMapView] = LruCache(RECENT_JOBS)
 
-    def job(self, held: CachedObject) -> ParsedJob:
-        """The job; a manifest that does not parse has no spec, and the reason."""
-        key = (held.key.uid, held.key.version)
-        read = self._jobs.get(key, lambda: self._read_job(held))
-        if read.is_large:
+    def job(self, cached: CachedObject) -> ParsedJob:
+        """Read a job. If its manifest does not parse, it has no spec, and the reason."""
+        key = (cached.key.uid, cached.key.version)
+        parsed = self._jobs.get(key, lambda: self._read_job(cached))
+        if parsed.is_large:
             self._jobs.forget(key)
-            self._specs.forget(held.key.uid)
-        return read
+            self._specs.forget(cached.key.uid)
+        return parsed
 
-    def profile(self, held: CachedObject) -> ProfileView:
-        """The profile; one that does not parse has no spec, and the reason."""
-        return self._profiles.get((held.key.uid, held.key.version), lambda: _read_profile(held))
+    def profile(self, cached: CachedObject) -> ProfileView:
+        """Read a profile. If it does not parse, it has no spec, and the reason."""
+        return self._profiles.get((cached.key.uid, cached.key.version), lambda: _read_profile(cached))
 
-    def plan(self, held: CachedObject) -> ConfigMapView:
+    def plan(self, cached: CachedObject) -> ConfigMapView:
         """The ConfigMap with the frozen plan."""
-        key = (held.key.uid, held.key.version)
+        key = (cached.key.uid, cached.key.version)
         plan = self._plans.get(
-            key, lambda: ConfigMapView(name=held.key.name, uid=held.key.uid, plan_json=held.document()["plan"])
+            key, lambda: ConfigMapView(name=cached.key.name, uid=cached.key.uid, plan_json=cached.document()["plan"])
         )
-        if held.size > LARGEST_KEPT:
+        if cached.size > LARGEST_KEPT:
             self._plans.forget(key)
         return plan
 
-    def _read_job(self, held: CachedObject) -> ParsedJob:
-        document = held.document()
+    def _read_job(self, cached: CachedObject) -> ParsedJob:
+        document = cached.document()
         metadata: dict[str, Any] = document["metadata"]
         raw = document.get("spec") or {}
-        spec = self._specs.get(held.key.uid, lambda: _read_spec(document))
+        spec = self._specs.get(cached.key.uid, lambda: _read_spec(document))
         if spec.raw != raw:
-            self._specs.forget(held.key.uid)
-            spec = self._specs.get(held.key.uid, lambda: _read_spec(document))
+            self._specs.forget(cached.key.uid)
+            spec = self._specs.get(cached.key.uid, lambda: _read_spec(document))
         status = read_status(document.get("status"))
-        # What a release bounds that an earlier one took must not stop a job that has started: it follows its plan.
+        # A limit that an earlier release did not have must not stop a job that has started: it follows its plan.
         readable = spec.spec if spec.spec is not None or not status.start_time else spec_of_started_job(raw)
         view = JobView(
-            namespace=held.key.namespace,
-            name=held.key.name,
-            uid=held.key.uid,
+            namespace=cached.key.namespace,
+            name=cached.key.name,
+            uid=cached.key.uid,
             generation=metadata.get("generation") or 0,
-            resource_version=str(held.key.version),
+            resource_version=str(cached.key.version),
             spec=readable,
             spec_error=spec.error,
             status=status,
             deleting="deletionTimestamp" in metadata,
             orphaning="deletionTimestamp" in metadata and _has(metadata.get("finalizers"), ORPHAN_FINALIZER),
         )
-        return ParsedJob(view, raw, document.get("status") or {}, held.size > LARGEST_KEPT)
+        return ParsedJob(view, raw, document.get("status") or {}, cached.size > LARGEST_KEPT)
 
 
 def _has(items: Any, item: str) -> bool:
@@ -154,12 +155,12 @@ def _read_spec(document: Document) -> _Spec:
     return _Spec(raw, parsed.spec, "")
 
 
-def _read_profile(held: CachedObject) -> ProfileView:
+def _read_profile(cached: CachedObject) -> ProfileView:
     try:
-        profile = FineTuneProfile.model_validate(_envelope(held.document(), PROFILES))
+        profile = FineTuneProfile.model_validate(_envelope(cached.document(), PROFILES))
     except ValidationError as error:
-        return ProfileView(name=held.key.name, error=_lines(error))
-    return ProfileView(name=held.key.name, spec=profile.spec)
+        return ProfileView(name=cached.key.name, error=_lines(error))
+    return ProfileView(name=cached.key.name, spec=profile.spec)
 
 
 def _envelope(document: Document, kind: Kind) -> dict[str, Any]:
@@ -167,7 +168,7 @@ def _envelope(document: Document, kind: Kind) -> dict[str, Any]:
 
 
 def _lines(error: ValidationError) -> str:
-    """One line per wrong field, of the first of them."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    lines = [f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}"[:_LONGEST_LINE] for item in found[:_MOST_LINES]]
-    return "\n".join(lines if len(found) <= _MOST_LINES else [*lines, f"and {len(found) - _MOST_LINES} more"])
+    """Describe the first wrong fields, one line each."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    lines = [f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}"[:_LONGEST_LINE] for item in errors[:_MOST_LINES]]
+    return "\n".join(lines if len(errors) <= _MOST_LINES else [*lines, f"and {len(errors) - _MOST_LINES} more"])

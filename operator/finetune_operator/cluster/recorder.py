@@ -1,7 +1,7 @@
-"""Kubernetes Events on FineTuneJobs. The same event again raises the count of the first one, as kubectl shows it.
+"""Kubernetes Events on FineTuneJobs. A repeated event raises the count of the first one, as kubectl shows it.
 
-An event is a courtesy: `record` only notes it, and `run` writes it when there is nothing better to do. So events never hold up
-a pass. What waits already is counted up and not queued twice; what finds the line full is left out and counted.
+Events are optional: `record` only notes them, and `run` writes them when nothing more important waits. So events never delay a
+pass. An event that waits already is counted up and not queued twice; if too many wait, further ones are left out and counted.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ from finetune_operator.logs import logger
 
 _log = logger(__name__)
 REMEMBERED = 4096
-"""Events whose count is remembered; the API server itself forgets them after an hour."""
+"""Number of events whose count is remembered; the API server itself forgets them after an hour."""
 MOST_WAITING = 4096
-"""Events that may wait to be written; with 1 kB each they are 4 MB."""
+"""Number of events that may wait to be written; with 1 kB each they are 4 MB."""
 MESSAGE_LIMIT = 1024
 """Longest message that the API server takes."""
 LONGEST_WAIT = 10.0
-"""So many seconds events give way to passes that wait; then they are written whatever waits."""
+"""How many seconds events give way to waiting passes; after that they are written whatever waits."""
 LOOK_SECONDS = 0.1
 UNREACHABLE_SECONDS = 5.0
 """Pause after an event that got no answer."""
 MOST_TRIES = 10
-"""So often an event that gets no answer is tried: for an API server that restarts."""
+"""How often an event that gets no answer is tried, for an API server that restarts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """The job of an event. Not its view: with spec and status that is fifty times as large, and thousands of events may wait."""
+    """The job of an event. This is not the job's view, which is fifty times as large with spec and status: thousands of events
+    may wait.
+    """
 
     namespace: str
     name: str
@@ -60,7 +62,7 @@ class _PendingEvent:
 
 
 class EventRecorder:
-    """Writes events. An event that cannot be written is logged and never fails the pass that it tells of.
+    """Writes events. An event that cannot be written is logged and never fails the pass that it is about.
 
     `is_busy`: whether anything more important waits. `dropped` is called for every event that is left out.
     """
@@ -125,7 +127,9 @@ class EventRecorder:
                     pass
 
     async def write_next(self) -> bool:
-        """Write the event that waits longest, if any does. False: the API server does not answer, and the event waits on."""
+        """Write the event that waits longest, if any does. Returns False if the API server does not answer; the event then
+        waits on.
+        """
         if not self._waiting:
             return True
         name, waiting = self._waiting.popitem(last=False)

@@ -1,7 +1,7 @@
 """The first complete list, and the later ones that repair what the watches missed.
 
-After an expired watch kopf lists again but never compares, so an object deleted in the gap would stay; and an event that
-got lost on the way is made good here, too.
+After an expired watch kopf lists again but never compares, so an object deleted in the gap would stay in the cache. The effects
+of lost events are repaired here, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from finetune_operator.cluster.object_key import ObjectKey
 from finetune_operator.cluster.raw_objects import Fields
 
 MOST_SINGLE_READS = 100
-"""More objects than so many that were missed are fetched with all others of their kind."""
+"""If more objects than this were missed, all objects of their kind are fetched."""
 
 OnListed = Callable[[Kind, str | None, str], None]
 """Called with a kind, a namespace and the resourceVersion of its complete list."""
@@ -35,7 +35,9 @@ async def fill(api: Api, cache: Cache, namespaces: tuple[str, ...], listed: OnLi
 
 
 async def relist(api: Api, cache: Cache, namespaces: tuple[str, ...]) -> set[JobKey]:
-    """Find what was missed. Returns the jobs that this concerns. Only metadata travels, and what turns out to be news."""
+    """Find what was missed. Returns the jobs that this concerns. Only metadata is transferred, and the objects that turn out to
+    be news.
+    """
     concerned: set[JobKey] = set()
     for kind in WATCHED:
         for namespace in scopes(kind, namespaces):
@@ -44,7 +46,7 @@ async def relist(api: Api, cache: Cache, namespaces: tuple[str, ...]) -> set[Job
 
 
 async def _take_all(api: Api, cache: Cache, kind: Kind, namespace: str | None) -> tuple[set[JobKey], str]:
-    """The jobs that something new concerns, and the version of the list."""
+    """Take a complete list into the cache. Returns the jobs that its news concerns, and its version."""
     concerned: set[JobKey] = set()
     version = ""
     async for page in api.pages(kind, namespace, label_selector=selector_of(kind)):
@@ -64,7 +66,7 @@ async def _relist(api: Api, cache: Cache, kind: Kind, namespace: str | None) -> 
             newer.clear()
         for item in page.items:
             key = cache.key_of(kind, item)
-            # One that cannot be read is left as it is known.
+            # An object that cannot be read stays as it is known.
             present.add(Fields(item).at("metadata").name("uid") if key is None else key.uid)
             if key is not None and cache.is_news(kind, key):
                 newer.append(key)

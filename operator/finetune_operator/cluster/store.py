@@ -1,6 +1,6 @@
 """The objects that the cache holds, with an index from owner to owned and the lines of waiting jobs.
 
-What an object says about itself is taken for granted here, but for its owner: an index entry proves nothing, `_job_of` does.
+What an object says about itself is trusted here, except for its owner: an index entry proves nothing, `_job_of` does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from finetune_operator.cluster.waiting_line import WaitingLines
 from finetune_operator.decide.children_seen import PodView
 
 MOST_IN_A_TUPLE = 8
-"""Nearly every owner owns fewer: a set would cost each of them four times the memory of a tuple and more."""
+"""Most owned objects that are kept in a tuple. Nearly every owner owns fewer, and a set would cost at least four times the
+memory."""
 
 
 class OwnerIndex:
@@ -45,11 +46,11 @@ class OwnerIndex:
             self._owned.pop(owner, None)
 
     def of(self, owner: str) -> list[str]:
-        """What it owns, in the order of UIDs."""
+        """UIDs of what the owner owns, sorted."""
         return sorted(self._owned.get(owner, ()))
 
     def __contains__(self, owner: object) -> bool:
-        """Whether it owns anything."""
+        """Whether the owner owns anything."""
         return owner in self._owned
 
     def __len__(self) -> int:
@@ -58,7 +59,7 @@ class OwnerIndex:
 
 
 MOST_BARE_KEYS = 10_000
-"""Objects whose owner is not known (yet); the relist finds one that was forgotten and turns out to be ours."""
+"""Number of objects with an unknown owner that are kept; the relist finds a forgotten one that turns out to be ours."""
 
 
 class Store:
@@ -72,7 +73,7 @@ class Store:
         self._job_of_batch_job: dict[str, str] = {}
         """UID of a batch Job -> UID of its FineTuneJob, kept while pods of it are known."""
         self._batch_jobs_of = OwnerIndex()
-        """The same the other way round."""
+        """UID of a FineTuneJob -> UIDs of its batch Jobs, kept as long."""
         self._bare: OrderedDict[str, Kind] = OrderedDict()
         self._in_doubt: dict[str, int] = {}
         """UID of an object that no watch shows any more -> version of the event that said so."""
@@ -109,16 +110,16 @@ class Store:
         return None if uid is None else self._objects[PROFILES].get(uid)
 
     def _most_active_jobs(self, profile: str) -> int | None:
-        held = self.profile(profile)
-        return held.profile.max_active_jobs if held is not None and held.profile is not None else None
+        cached = self.profile(profile)
+        return cached.profile.max_active_jobs if cached is not None and cached.profile is not None else None
 
     def owned(self, kind: Kind, owner_uid: str) -> list[CachedObject]:
         """Objects whose controller owner has that UID, as far as that is proved."""
-        return [held for held in self._all_owned(kind, owner_uid) if not held.is_bare]
+        return [cached for cached in self._all_owned(kind, owner_uid) if not cached.is_bare]
 
     def pods_of(self, job_uid: str) -> list[CachedObject]:
         """Pods of every batch Job of a FineTuneJob, gone ones included."""
-        return [held for batch_job in self._batch_jobs_of.of(job_uid) for held in self.owned(PODS, batch_job)]
+        return [cached for batch_job in self._batch_jobs_of.of(job_uid) for cached in self.owned(PODS, batch_job)]
 
     def batch_job_uids_of(self, job_uid: str) -> set[str]:
         """UIDs of every batch Job of a FineTuneJob of which the Job or a pod is known."""
@@ -126,18 +127,18 @@ class Store:
 
     def is_known(self, kind: Kind, key: ObjectKey) -> bool:
         """Whether this state of the object, or a later one, is held."""
-        held = self._objects[kind].get(key.uid)
-        return held is not None and not held.is_bare and held.key.version >= key.version
+        cached = self._objects[kind].get(key.uid)
+        return cached is not None and not cached.is_bare and cached.key.version >= key.version
 
     def is_watched(self, kind: Kind, uid: str) -> bool:
         """Whether the object is held and has the label by which events of it come."""
-        held = self._objects[kind].get(uid)
-        return held is not None and held.key.is_labelled and uid not in self._in_doubt
+        cached = self._objects[kind].get(uid)
+        return cached is not None and cached.key.is_labelled and uid not in self._in_doubt
 
     def pod(self, key: ObjectKey) -> PodView | None:
         """The pod, if it is held."""
-        held = self._objects[PODS].get(key.uid)
-        return None if held is None else held.pod
+        cached = self._objects[PODS].get(key.uid)
+        return None if cached is None else cached.pod
 
     def num_objects(self) -> dict[str, int]:
         """How many objects of each kind are held."""
@@ -145,8 +146,8 @@ class Store:
 
     def job_key_of(self, kind: Kind, uid: str) -> JobKey | None:
         """The FineTuneJob of a known Job or pod."""
-        held = self._objects[kind].get(uid)
-        job = None if held is None else self._objects[JOBS].get(self._job_of(kind, held.key))
+        cached = self._objects[kind].get(uid)
+        job = None if cached is None else self._objects[JOBS].get(self._job_of(kind, cached.key))
         return None if job is None else JobKey(job.key.namespace, job.key.name)
 
     def _all_owned(self, kind: Kind, owner_uid: str) -> list[CachedObject]:
@@ -156,7 +157,7 @@ class Store:
     def _job_of(self, kind: Kind, key: ObjectKey) -> str:
         """UID of the FineTuneJob that a child belongs to by its controller reference; empty where that is not proved.
 
-        References do not reach over namespaces: an object that names an owner in another is not its child.
+        References do not reach across namespaces: an object that names an owner in another is not its child.
         """
         if kind == PODS:
             job_uid = self._job_of_batch_job.get(key.owner_uid, "") if key.is_controlled_by(BATCH_JOBS) else ""
@@ -166,38 +167,38 @@ class Store:
         return job_uid if job is not None and job.key.namespace == key.namespace else ""
 
     def _is_owner_known(self, kind: Kind, key: ObjectKey) -> bool:
-        """Whether the object that it names as its controller is known; then it is ours already, or a stranger's."""
+        """Whether the object that it names as its controller is known; then it is also known whether it is ours."""
         return key.owner_uid in (self._job_of_batch_job if kind == PODS else self._objects[JOBS])
 
-    def _put(self, kind: Kind, held: CachedObject) -> None:
-        uid = held.key.uid
+    def _put(self, kind: Kind, cached: CachedObject) -> None:
+        uid = cached.key.uid
         known = self._objects[kind].get(uid)
-        if known is not None and known.key.owner_uid != held.key.owner_uid:
+        if known is not None and known.key.owner_uid != cached.key.owner_uid:
             self._drop(kind, uid)
-        self._objects[kind][uid] = held
-        if held.key.owner_uid:
-            self._owned[kind].add(held.key.owner_uid, uid)
+        self._objects[kind][uid] = cached
+        if cached.key.owner_uid:
+            self._owned[kind].add(cached.key.owner_uid, uid)
         self._bare.pop(uid, None)
-        if held.is_bare:
+        if cached.is_bare:
             self._put_bare(kind, uid)
         elif kind == JOBS:
-            name = JobKey(held.key.namespace, held.key.name)
-            if self._may_have_name(held, JOBS, self._job_uids.get(name)):
+            name = JobKey(cached.key.namespace, cached.key.name)
+            if self._may_have_name(cached, JOBS, self._job_uids.get(name)):
                 self._job_uids[name] = uid
             if known is not None:
-                self.lines.moved(known, held)
-        elif kind == PROFILES and self._may_have_name(held, PROFILES, self._profiles.get(held.key.name)):
-            self._profiles[held.key.name] = uid
+                self.lines.moved(known, cached)
+        elif kind == PROFILES and self._may_have_name(cached, PROFILES, self._profiles.get(cached.key.name)):
+            self._profiles[cached.key.name] = uid
         elif kind == BATCH_JOBS:
-            self._job_of_batch_job[uid] = held.key.owner_uid
-            self._batch_jobs_of.add(held.key.owner_uid, uid)
+            self._job_of_batch_job[uid] = cached.key.owner_uid
+            self._batch_jobs_of.add(cached.key.owner_uid, uid)
 
-    def _may_have_name(self, held: CachedObject, kind: Kind, named: str | None) -> bool:
-        """Whether no later object has the name. What a watch has still to tell of an earlier one may come after the next one of
-        its name: only events of the same object keep their order, and an answer to a request is ahead of all of them.
+    def _may_have_name(self, cached: CachedObject, kind: Kind, named: str | None) -> bool:
+        """Whether no later object has the name. Events of an earlier object may come after the next one of its name: only
+        events of the same object keep their order, and the answer to a request comes before all of them.
         """
         known = None if named is None else self._objects[kind].get(named)
-        return known is None or known.key.version <= held.key.version
+        return known is None or known.key.version <= cached.key.version
 
     def _put_bare(self, kind: Kind, uid: str) -> None:
         self._bare[uid] = kind
@@ -206,23 +207,23 @@ class Store:
             self._drop(its_kind, oldest)
 
     def _drop(self, kind: Kind, uid: str) -> None:
-        held = self._objects[kind].pop(uid, None)
+        cached = self._objects[kind].pop(uid, None)
         self._bare.pop(uid, None)
         self._in_doubt.pop(uid, None)
-        if held is None:
+        if cached is None:
             return
-        owner_uid = held.key.owner_uid
+        owner_uid = cached.key.owner_uid
         self._owned[kind].discard(owner_uid, uid)
         if kind == PODS and owner_uid not in self._objects[BATCH_JOBS] and owner_uid not in self._owned[PODS]:
             self._forget_batch_job(owner_uid)
         elif kind == BATCH_JOBS and uid not in self._owned[PODS]:
             self._forget_batch_job(uid)
         elif kind == JOBS:
-            if self._job_uids.get(JobKey(held.key.namespace, held.key.name)) == uid:
-                del self._job_uids[JobKey(held.key.namespace, held.key.name)]
-            self.lines.moved(held, None)
-        elif kind == PROFILES and self._profiles.get(held.key.name) == uid:
-            del self._profiles[held.key.name]
+            if self._job_uids.get(JobKey(cached.key.namespace, cached.key.name)) == uid:
+                del self._job_uids[JobKey(cached.key.namespace, cached.key.name)]
+            self.lines.moved(cached, None)
+        elif kind == PROFILES and self._profiles.get(cached.key.name) == uid:
+            del self._profiles[cached.key.name]
 
     def _forget_batch_job(self, uid: str) -> None:
         job_uid = self._job_of_batch_job.pop(uid, None)

@@ -1,8 +1,8 @@
-"""Watches of what comes in numbers, children and Warning events: continued after each end, begun again where the server has
-forgotten too much.
+"""Watches of numerous objects, children and Warning events. A watch is continued after each end, and begun again if the server
+has forgotten too much.
 
-Several times as cheap for each event as kopf's watches, which keep a task and a record for every object. What users write is
-watched by kopf.
+Each event costs several times less than in kopf's watches, which keep a task and a record for every object. kopf watches what
+users write.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from finetune_operator.logs import logger
 
 _log = logger(__name__)
 WATCH_SECONDS = 240
-"""After so long the server ends a watch, and it is continued from where it was: no silence is taken for health for longer."""
+"""Seconds after which the server ends a watch, which is then continued: a silent failure lasts no longer than this."""
 SILENCE_SECONDS = WATCH_SECONDS + 30.0
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 60.0
@@ -33,13 +33,13 @@ MOST_AT_ONCE = 50
 GONE = 410
 Sleep = Callable[[float], Awaitable[None]]
 LONGEST_CHILD_LINE = 4 << 20
-"""Twice what an object in etcd may have."""
+"""Longest event of a child in bytes: more than twice what an object in etcd may have."""
 WARNINGS_SELECTOR = "type=Warning"
 LONGEST_EVENT_LINE = 1 << 18
 
 
 def seconds_since(heard: Mapping[str, float]) -> dict[str, float]:
-    """By name, how long ago each was heard of. heard: by time.monotonic; another thread may write to it."""
+    """Return how many seconds ago each name was heard of. heard: times of time.monotonic; another thread may write to it."""
     now = time.monotonic()
     return {name: now - at for name, at in list(heard.items())}
 
@@ -52,13 +52,13 @@ class StreamWatch:
     kind: Kind
     namespace: str | None
     query: Mapping[str, str]
-    """Selectors."""
+    """Selectors of the watch."""
     take: Callable[[str, Any], None]
     """Called in the loop with what has happened (ADDED, MODIFIED, DELETED) and the object, whatever that is."""
     longest_line: int
-    """Bytes of one event. A longer one is left out: somebody has filled it up."""
+    """Longest event in bytes. A longer one is left out: somebody has filled it up."""
     version: str = ""
-    """resourceVersion to begin from; without one the server begins with all objects that there are."""
+    """resourceVersion to begin from; without one the server begins with all existing objects."""
     begun_anew: Callable[[], None] = lambda: None
     """Called when deletions may have been missed."""
     sleep: Sleep = field(default=asyncio.sleep)
@@ -81,9 +81,9 @@ class StreamWatch:
                 pause = LONGEST_PAUSE
             await self.sleep(pause)
 
-    def _take(self, said: str, shown: Any) -> None:
+    def _take(self, event_type: str, document: Any) -> None:
         try:
-            self.take(said, shown)
+            self.take(event_type, document)
         except Exception:  # noqa: BLE001 - one object must not keep all others from being seen
             _log.exception("event could not be taken in", kind=self.kind.name, namespace=self.namespace)
 
@@ -92,7 +92,7 @@ class StreamWatch:
         self.begun_anew()
 
     async def _watch(self) -> bool:
-        """One request. Returns whether it ended as watches do."""
+        """Make one watch request. Returns whether it ended normally."""
         query = {**self.query, "watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_SECONDS)}
         if self.version:
             query["resourceVersion"] = self.version
@@ -102,16 +102,16 @@ class StreamWatch:
                 notice = Fields(read_json(line))
             except (ValueError, RecursionError):
                 continue
-            said, shown = notice.text("type", 16), notice.at("object")
-            if said == "ERROR":
-                code = shown.integer("code")
+            event_type, fields = notice.text("type", 16), notice.at("object")
+            if event_type == "ERROR":
+                code = fields.integer("code")
                 if code != GONE:
-                    _log.warning("watch failed", kind=self.kind.name, code=code, error=shown.text("message", 256))
+                    _log.warning("watch failed", kind=self.kind.name, code=code, error=fields.text("message", 256))
                 self._begin_anew()
                 return code == GONE
-            self.version = shown.at("metadata").name("resourceVersion") or self.version
-            if said in ("ADDED", "MODIFIED", "DELETED"):
-                self._take(said, shown.raw)
+            self.version = fields.at("metadata").name("resourceVersion") or self.version
+            if event_type in ("ADDED", "MODIFIED", "DELETED"):
+                self._take(event_type, fields.raw)
             number += 1
             if number % MOST_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -119,30 +119,30 @@ class StreamWatch:
 
 
 async def lines(chunks: AsyncIterator[bytes], longest: int) -> AsyncIterator[bytes]:
-    """Lines of a stream, without those that are too long to hold."""
-    held, is_too_long = bytearray(), False
+    """Yield the lines of a stream, without those that are too long."""
+    pending, is_too_long = bytearray(), False
     async for chunk in chunks:
         *complete, rest = chunk.split(b"\n")
         for part in complete:
-            if not is_too_long and len(held) + len(part) <= longest:
-                yield bytes(held + part)
-            held.clear()
+            if not is_too_long and len(pending) + len(part) <= longest:
+                yield bytes(pending + part)
+            pending.clear()
             is_too_long = False
-        is_too_long |= len(held) + len(rest) > longest
+        is_too_long |= len(pending) + len(rest) > longest
         if is_too_long:
-            held.clear()
+            pending.clear()
         else:
-            held += rest
+            pending += rest
 
 
 ReadObject = Callable[[Kind, Any], CachedObject | None]
-"""What is kept of an object; None for a stranger's."""
+"""Returns what is kept of an object; None if it is not ours."""
 WatchSink = Callable[[Kind, bool, CachedObject], None]
 """Called with the kind, whether the object was deleted, and its state."""
 
 
 class ChildWatch:
-    """`begun_anew` is called when deletions may have been missed."""
+    """Watches the children of jobs. `begun_anew` is called when deletions may have been missed."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class ChildWatch:
         }
 
     def begin_from(self, kind: Kind, namespace: str | None, version: str) -> None:
-        """A complete list at that version has been taken in: the watch begins after it."""
+        """Begin the watch after a complete list at that version, which has been taken in."""
         watch = self._watches.get((kind, namespace))
         if watch is not None:
             watch.version = version
@@ -188,15 +188,15 @@ class ChildWatch:
             for watch in self._watches.values():
                 group.create_task(watch.run())
 
-    def _on_event(self, kind: Kind, said: str, document: Any) -> None:
+    def _on_event(self, kind: Kind, event_type: str, document: Any) -> None:
         self._heard[kind.name] = time.monotonic()
-        held = self._read(kind, document)
-        if held is not None:
-            self._sink(kind, said == "DELETED", held)
+        cached = self._read(kind, document)
+        if cached is not None:
+            self._sink(kind, event_type == "DELETED", cached)
 
 
 class EventWatch:
-    """`take` is called in the loop with every Warning event of the served namespaces."""
+    """Watches Warning events. `take` is called in the loop with every one of the served namespaces."""
 
     def __init__(self, api: Api, namespaces: tuple[str, ...], take: Callable[[Any], None], sleep: Sleep = asyncio.sleep) -> None:
         self._api = api
@@ -219,6 +219,6 @@ class EventWatch:
                 )
                 group.create_task(watch.run())
 
-    def _on_event(self, said: str, event: Any) -> None:
-        if said != "DELETED":
+    def _on_event(self, event_type: str, event: Any) -> None:
+        if event_type != "DELETED":
             self._take(event)

@@ -1,4 +1,6 @@
-"""What metrics, polls and the waiting line need of jobs and profiles, without parsing them again; each text is bounded."""
+"""Summaries of jobs and profiles for metrics, polls and the waiting line, which need not parse them again. The length of each
+text is limited.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from finetune_operator.decide.job_numbers import number_of_job
 T = TypeVar("T")
 LONGEST_REASON = 256
 LONGEST_LABEL = 63
-"""Characters of a metric's label that a user writes."""
+"""Longest label of a metric that a user writes, in characters."""
 NUMBERS = {
     "loss": "loss",
     "eval_loss": "evalLoss",
@@ -35,19 +37,19 @@ KEPT_TUPLES = 1024
 
 
 class ProfileSummary(NamedTuple):
-    """What the metrics and the waiting line need of a profile."""
+    """Summary of a profile for the metrics and the waiting line."""
 
     max_active_jobs: int | None = None
     queue: str = ""
-    """Of training Jobs that name none."""
+    """Queue of training Jobs that name none."""
     gpu: str = ""
-    """What its training pods run on: the product by the node selector, else the resource; empty: the CPU."""
+    """Accelerator of its training pods: the product in the node selector, else the resource; empty for the CPU."""
     price: str = ""
-    """Of one GPU for an hour; empty: none."""
+    """Price of one GPU for an hour; empty if none."""
 
 
 class JobFacts(NamedTuple):
-    """What the metrics tell of one job. Texts are cut to `LONGEST_LABEL`; numbers that the status does not have are None."""
+    """Facts about one job for the metrics. Texts are cut to `LONGEST_LABEL`; numbers that the status does not have are None."""
 
     team: str = ""
     queue: str = ""
@@ -56,13 +58,13 @@ class JobFacts(NamedTuple):
     """Last segment of the source."""
     nodes: int = 1
     processes: int = 1
-    """Of each node."""
+    """Processes of each node."""
     start: datetime | None = None
     completion: datetime | None = None
     advanced: datetime | None = None
     """When the step last changed."""
     numbers: tuple[tuple[str, float], ...] = ()
-    """Of `NUMBERS`, those that are known."""
+    """The known numbers, by name."""
     checkpoint: int | None = None
     """Step of the newest checkpoint."""
     attempts: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
@@ -76,37 +78,38 @@ NO_FACTS = JobFacts()
 
 @dataclass(frozen=True, slots=True)
 class JobSummary:
-    """What metrics and polls need of a FineTuneJob without parsing it again."""
+    """Summary of a FineTuneJob for metrics and polls, which need not parse it again."""
 
     profile: str
     phase: str
     conditions: tuple[tuple[str, str, str], ...]
     """Type, status, reason."""
     outcomes: tuple[tuple[str, str, bool], ...]
-    """Of each recorded attempt: outcome, failure class (empty without one), whether it was counted."""
+    """Outcome, failure class (empty without one) and whether it was counted, for each recorded attempt."""
     attempt: int
-    """The current one of training."""
+    """The current attempt of training."""
     job_number: int
-    """In the name of the Job that runs it."""
+    """Number in the name of the Job that runs it."""
     is_finished: bool
     is_training: bool
-    """Prepared, not trained, not finished: rank 0 may have progress to tell."""
+    """Whether it is prepared, not trained and not finished, so that rank 0 may report progress."""
     created: datetime | None = None
     is_started: bool = False
-    """The plan is frozen."""
+    """Whether the plan is frozen."""
     is_waiting: bool = False
-    """Not started, and nothing but its turn is needed: neither suspended nor cancelled, and no human has to act first."""
+    """Whether it is not started and only waits for its turn: it is neither suspended nor cancelled, and no human has to act
+    first."""
     facts: JobFacts = NO_FACTS
 
 
 @lru_cache(KEPT_TUPLES)
 def _shared(value: tuple[T, ...]) -> tuple[T, ...]:
-    """The same tuple each time: thousands of jobs that have ended have the same conditions and outcomes."""
+    """Return one shared tuple for equal ones: thousands of jobs that have ended have the same conditions and outcomes."""
     return value
 
 
 def job_summary(fields: Fields) -> JobSummary:
-    """Of a FineTuneJob."""
+    """Summarise a FineTuneJob."""
     status = fields.at("status")
     conditions: dict[str, tuple[str, str]] = {
         item.text("type", LONGEST_REASON): (item.text("status", 16), item.text("reason", LONGEST_REASON))
@@ -120,7 +123,7 @@ def job_summary(fields: Fields) -> JobSummary:
     return JobSummary(
         profile=fields.at("spec").name("profile") or DEFAULT_PROFILE,
         phase=status.text("phase", LONGEST_REASON) or "Pending",
-        conditions=_shared(tuple((kind, *found) for kind, found in conditions.items())),
+        conditions=_shared(tuple((kind, *state) for kind, state in conditions.items())),
         outcomes=_shared(
             tuple(
                 (item.text("outcome", 32) or "Running", item.text("failure", 64), item.flag("counted"))
@@ -139,7 +142,7 @@ def job_summary(fields: Fields) -> JobSummary:
 
 
 def _job_number(status: Fields) -> int:
-    """Of the current attempt of training."""
+    """Number of the Job of the current attempt of training."""
     continued = [
         item.integer("number")
         for item in status.items("attempts")
@@ -149,7 +152,7 @@ def _job_number(status: Fields) -> int:
 
 
 def profile_summary(spec: Fields) -> ProfileSummary:
-    """Of a FineTuneProfile's spec."""
+    """Summarise the spec of a FineTuneProfile."""
     gpu = spec.at("gpu")
     price = gpu.text("pricePerHour", 32)
     product = spec.at("nodeSelector").text(GPU_PRODUCT_LABEL, LONGEST_LABEL)
@@ -165,7 +168,7 @@ def _facts(fields: Fields, conditions: Mapping[str, tuple[str, str]]) -> JobFact
     spec, status = fields.at("spec"), fields.at("status")
     parallelism, progress, restarts = spec.at("parallelism"), status.at("progress"), status.at("restarts")
     step, total = progress.integer("step") or 0, progress.integer("totalSteps") or 0
-    found: dict[str, float | None] = {
+    numbers: dict[str, float | None] = {
         "progress": min(step / total, 1.0) if total > 0 else None,
         "restarts": float((restarts.integer("counted") or 0) + (restarts.integer("uncounted") or 0)),
         "memory_estimate": _positive(status.at("memory").integer("estimate")),
@@ -182,7 +185,7 @@ def _facts(fields: Fields, conditions: Mapping[str, tuple[str, str]]) -> JobFact
         start=status.time("startTime"),
         completion=status.time("completionTime"),
         advanced=progress.time("advancedTime"),
-        numbers=tuple((name, value) for name, value in found.items() if value is not None),
+        numbers=tuple((name, value) for name, value in numbers.items() if value is not None),
         checkpoint=progress.integer("checkpointStep"),
         attempts=_shared((fetch, preflight, status.integer("attempt") or 0, merge, publish)),
         has_result=conditions.get("Succeeded", ("Unknown", ""))[0] in ("True", "False"),

@@ -32,7 +32,7 @@ class WaitingLines:
         self._jobs = jobs
         """The cached jobs by UID."""
         self._limit_of = limit_of
-        """Profile -> its `maxActiveJobs`; None: it sets no limit."""
+        """Profile -> its `maxActiveJobs`; None if it sets no limit."""
         self._starting: set[str] = set()
         """UIDs of jobs whose start has been sent, and of which no later state is known."""
         self.turn_has_come: Callable[[JobKey], None] = lambda _: None
@@ -40,16 +40,16 @@ class WaitingLines:
         left by a write of our own.
         """
 
-    def ahead_of(self, held: CachedObject) -> int:
+    def ahead_of(self, cached: CachedObject) -> int:
         """Count the jobs that are active, or wait and are older, in the line of a job that waits."""
-        own = _place(held, is_waiting=True)
-        return sum(place < own and place.uid != own.uid for place in self._places(_line_of(held)))
+        own = _place(cached, is_waiting=True)
+        return sum(place < own and place.uid != own.uid for place in self._places(_line_of(cached)))
 
-    def start(self, held: CachedObject, limit: int) -> bool:
-        """Count a job as active whose start is about to be sent. False: there is no place for it."""
-        if held.key.uid not in self._starting and self.ahead_of(held) >= limit:
+    def start(self, cached: CachedObject, limit: int) -> bool:
+        """Count a job as active whose start is about to be sent. Returns whether there was a place for it."""
+        if cached.key.uid not in self._starting and self.ahead_of(cached) >= limit:
             return False
-        self._starting.add(held.key.uid)
+        self._starting.add(cached.key.uid)
         return True
 
     def is_starting(self, uid: str) -> bool:
@@ -60,14 +60,14 @@ class WaitingLines:
         """Take in that the start of a job came to nothing, or that its state is known."""
         if uid in self._starting:
             self._starting.discard(uid)
-            held = self._jobs.get(uid)
-            if held is not None and not (held.summary is not None and held.summary.is_started):
-                self._wake(_line_of(held), uid)
+            cached = self._jobs.get(uid)
+            if cached is not None and not (cached.summary is not None and cached.summary.is_started):
+                self._wake(_line_of(cached), uid)
 
     def moved(self, before: CachedObject, after: CachedObject | None) -> None:
-        """Take in another state of a job, or that it is gone (None), and wake those whose turn has come by it."""
+        """Take in another state of a job, or that it is gone (None), and wake those whose turn has come because of it."""
         uid = before.key.uid
-        # The write that starts a job has the state before as its precondition, so a later state tells what became of it.
+        # The write that starts a job has the state before as its precondition, so a later state shows what became of it.
         place = self._place(before)
         self._starting.discard(uid)
         if place is None:
@@ -85,24 +85,24 @@ class WaitingLines:
                     self.turn_has_come(JobKey(line[0], place.name))
 
     def _places(self, line: tuple[str, str]) -> list[_Place]:
-        places = [self._place(held) for held in self._jobs.values() if _line_of(held) == line]
+        places = [self._place(cached) for cached in self._jobs.values() if _line_of(cached) == line]
         return [place for place in places if place is not None]
 
-    def _place(self, held: CachedObject) -> _Place | None:
-        """None: the job is in no line, because it has ended, or cannot start yet."""
-        summary = held.summary
+    def _place(self, cached: CachedObject) -> _Place | None:
+        """The place of a job; None if it is in no line, because it has ended or cannot start yet."""
+        summary = cached.summary
         if summary is None or summary.is_finished:
             return None
-        is_active = summary.is_started or held.key.uid in self._starting
+        is_active = summary.is_started or cached.key.uid in self._starting
         # A deleted job that a finalizer holds does not start any more.
-        may_start = summary.is_waiting and not held.key.is_deleting
-        return _place(held, is_waiting=not is_active) if is_active or may_start else None
+        may_start = summary.is_waiting and not cached.key.is_deleting
+        return _place(cached, is_waiting=not is_active) if is_active or may_start else None
 
 
-def _place(held: CachedObject, *, is_waiting: bool) -> _Place:
-    created = held.summary.created if held.summary is not None else None
-    return _Place(is_waiting, created or BEGINNING, held.key.name, held.key.uid)
+def _place(cached: CachedObject, *, is_waiting: bool) -> _Place:
+    created = cached.summary.created if cached.summary is not None else None
+    return _Place(is_waiting, created or BEGINNING, cached.key.name, cached.key.uid)
 
 
-def _line_of(held: CachedObject) -> tuple[str, str]:
-    return held.key.namespace, held.summary.profile if held.summary is not None else ""
+def _line_of(cached: CachedObject) -> tuple[str, str]:
+    return cached.key.namespace, cached.summary.profile if cached.summary is not None else ""

@@ -1,7 +1,8 @@
-"""Texts of Warning events about our Jobs and pods: what no status of theirs says, such as a Secret that is missing or a quota.
+"""Texts of Warning events about our Jobs and pods, which report what their status does not, such as a missing Secret or a
+quota.
 
 Anybody who may write events can write any number of them about anything. So only texts about Jobs and pods that are known stay
-for long, the newest few of each, and both kinds of memory are bounded.
+for long, the newest few of each, and the size of both memories is limited.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ LONGEST_TEXT = 1024
 """Characters of an event's message: what the API server takes of a new one."""
 MOST_CHARACTERS = 8 << 20
 MOST_CHARACTERS_OF_OTHERS = 1 << 20
-"""About objects that are not known: most are strangers', a few are ours and only not seen yet."""
+"""Limit for texts about unknown objects: most are not ours, and a few are ours but not seen yet."""
 
 
 class WarningEvents:
@@ -31,14 +32,14 @@ class WarningEvents:
         self._others = _BoundedTexts(MOST_CHARACTERS_OF_OTHERS)
 
     def take(self, event: Any) -> JobKey | None:
-        """Take in an event. Returns the job to reconcile by it: the first time that an object has something of this reason."""
+        """Take in an event. Returns the job to reconcile if this is the first event of its reason about the object."""
         fields = Fields(event)
         about = fields.at("involvedObject")
         kind = {PODS.name: PODS, BATCH_JOBS.name: BATCH_JOBS}.get(about.text("kind", 64))
         uid, namespace = about.name("uid", LONGEST_UID), fields.at("metadata").name("namespace")
         if kind is None or not uid or fields.text("type", 16) != "Warning":
             return None
-        # An event may name any UID, but it is in the namespace of who wrote it.
+        # An event may name any UID, but it is in a namespace in which its author may write.
         key = self._cache.job_key_of(kind, uid)
         if key is not None and key.namespace != namespace:
             return None
@@ -50,12 +51,14 @@ class WarningEvents:
 
     def about(self, namespace: str, uid: str) -> tuple[str, ...]:
         """Texts about an object, latest last."""
-        found = self._ours.get((namespace, uid)) | self._others.get((namespace, uid))
-        return tuple(text for _, text in sorted((time, text) for text, (time, _) in found.items())[-PER_OBJECT:])
+        texts = self._ours.get((namespace, uid)) | self._others.get((namespace, uid))
+        return tuple(text for _, text in sorted((time, text) for text, (time, _) in texts.items())[-PER_OBJECT:])
 
 
 class _BoundedTexts:
-    """Of each object text -> (time, reason); what was said longest ago goes first once there is too much."""
+    """The texts of each object -> (time, reason). If there is too much text, the objects that were named longest ago are
+    dropped.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -66,15 +69,15 @@ class _BoundedTexts:
         return self._by_object.get(of, {})
 
     def put(self, of: tuple[str, str], reason: str, text: str, time: str) -> bool:
-        """Returns whether nothing of that reason was known."""
+        """Add a text. Returns whether it is the first one of that reason."""
         known = self._by_object.setdefault(of, {})
         self._by_object.move_to_end(of)
-        is_new = all(one != reason for _, one in known.values())
+        is_new = all(known_reason != reason for _, known_reason in known.values())
         if text not in known:
             self._size += len(text)
         known[text] = (time, reason)
         while len(known) > PER_OBJECT:
-            oldest = min(known, key=lambda one: known[one][0])
+            oldest = min(known, key=lambda known_text: known[known_text][0])
             del known[oldest]
             self._size -= len(oldest)
         while self._size > self._most:

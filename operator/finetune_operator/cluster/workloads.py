@@ -1,6 +1,6 @@
-"""Why Kueue holds a Job back, in the words of the Workload that it keeps for each Job.
+"""Explains why Kueue holds a Job back, with the messages of the Workload that Kueue keeps for each Job.
 
-Workloads are not watched: where Kueue is not installed there is no such resource, and where it is, a Job's own `suspend` tells
+Workloads are not watched: where Kueue is not installed there is no such resource, and where it is, a Job's own `suspend` shows
 when something changes. So the Workload of a Job that is suspended is read by the UID of the Job, every 15 seconds at first and
 every minute while nothing changes.
 """
@@ -17,14 +17,14 @@ from finetune_operator.cluster.raw_objects import Fields
 from finetune_operator.decide.children_seen import BatchJobView
 
 WORKLOADS = tuple(Kind("kueue.x-k8s.io", version, "workloads", "Workload") for version in ("v1beta2", "v1beta1"))
-"""Newest first: releases of Kueue serve one of them or both."""
+"""Kinds of Workloads, newest version first: releases of Kueue serve one of them or both."""
 LOCAL_QUEUES = tuple(replace(kind, plural="localqueues", name="LocalQueue") for kind in WORKLOADS)
 CLUSTER_QUEUES = tuple(replace(kind, plural="clusterqueues", name="ClusterQueue", namespaced=False) for kind in WORKLOADS)
 JOB_UID_LABEL = "kueue.x-k8s.io/job-uid"
 FIRST_LOOK_SECONDS = 15.0
 LONGEST_LOOK_SECONDS = 60.0
 ABSENT_SECONDS = 300.0
-"""How long it is believed that Workloads do not exist, or are not ours to read."""
+"""How long Workloads are assumed not to exist, or not to be readable."""
 FORGET_SECONDS = 600.0
 LONGEST_MESSAGE = 1024
 _NO_WORKLOADS = (403, 404)
@@ -32,9 +32,9 @@ _NO_WORKLOADS = (403, 404)
 
 @dataclass(frozen=True)
 class _WorkloadReading:
-    """What was read last of the Workload of a Job."""
+    """The latest reading of the Workload of a Job."""
 
-    said: str
+    message: str
     at: datetime
     pause_seconds: float
 
@@ -45,37 +45,37 @@ class Workloads:
     def __init__(self, api: Api) -> None:
         self._api = api
         self._looks: dict[str, _WorkloadReading] = {}
-        """By UID of the Job."""
+        """Readings by UID of the Job."""
         self._kind: Kind | None = None
         self._absent_until: datetime | None = None
 
     async def told(
         self, batch_jobs: tuple[BatchJobView, ...], namespace: str, now: datetime, revisits: list[float]
     ) -> tuple[BatchJobView, ...]:
-        """The same Jobs, the suspended ones with the words of their queue. `revisits`: when to look again is added to it."""
-        found = []
+        """Return the Jobs, the suspended ones with the message of their queue. When to look again is added to `revisits`."""
+        jobs = []
         for job in batch_jobs:
             if not job.suspended or job.deleting or job.has("Complete", "Failed"):
                 self._looks.pop(job.uid, None)
-                found.append(job)
+                jobs.append(job)
                 continue
             look = await self._look(job.uid, namespace, now)
             revisits.append(max(look.pause_seconds - (now - look.at).total_seconds(), 1.0))
-            found.append(replace(job, queue=look.said))
-        return tuple(found)
+            jobs.append(replace(job, queue=look.message))
+        return tuple(jobs)
 
     async def _look(self, uid: str, namespace: str, now: datetime) -> _WorkloadReading:
         before = self._looks.get(uid)
         if before is not None and (now - before.at).total_seconds() < before.pause_seconds:
             return before
         workload = await self._workload(uid, namespace, now)
-        said = reason_of(workload) if workload is not None else ""
-        unchanged = before is not None and before.said == said
+        message = reason_of(workload) if workload is not None else ""
+        unchanged = before is not None and before.message == message
         pause = min(before.pause_seconds * 2, LONGEST_LOOK_SECONDS) if unchanged and before is not None else FIRST_LOOK_SECONDS
         horizon = now - timedelta(seconds=FORGET_SECONDS)
         for other in [key for key, look in self._looks.items() if look.at < horizon]:
             del self._looks[other]
-        look = _WorkloadReading(said, now, pause)
+        look = _WorkloadReading(message, now, pause)
         self._looks[uid] = look
         return look
 
@@ -103,21 +103,23 @@ def reason_of(workload: Document) -> str:
     fields = Fields(workload)
     status = fields.at("status")
     conditions = {item.text("type", 64): item for item in status.items("conditions")}
-    said = []
+    messages = []
     evicted = conditions.get("Evicted")
     if evicted is not None and evicted.text("status", 16) == "True":
-        said.append(_condition_text("Evicted", evicted))
+        messages.append(_condition_text("Evicted", evicted))
     if fields.at("spec").has("active") and not fields.at("spec").flag("active"):
-        return " ".join([*said, "The Workload is deactivated; set its spec.active to true."])
+        return " ".join([*messages, "The Workload is deactivated; set its spec.active to true."])
     for kind in ("QuotaReserved", "Admitted"):
         waiting = conditions.get(kind)
         if waiting is not None and waiting.text("status", 16) == "False":
-            said.append(_condition_text(kind, waiting))
+            messages.append(_condition_text(kind, waiting))
             break
     checks = [check for check in status.items("admissionChecks") if check.text("state", 16) not in ("", "Ready")]
-    said += [f"Check {one.text('name', 253)} is {one.text('state', 16)}: {one.text('message', 512)}" for one in checks]
+    messages += [
+        f"Check {check.text('name', 253)} is {check.text('state', 16)}: {check.text('message', 512)}" for check in checks
+    ]
     queue = fields.at("spec").name("queueName")
-    return f"Queue {queue}: {' '.join(said)}" if said and queue else " ".join(said)
+    return f"Queue {queue}: {' '.join(messages)}" if messages and queue else " ".join(messages)
 
 
 def _condition_text(kind: str, condition: Fields) -> str:
@@ -126,24 +128,24 @@ def _condition_text(kind: str, condition: Fields) -> str:
 
 
 async def num_waiting(api: Api, namespace: str, queue: str) -> int | None:
-    """Workloads that wait in the ClusterQueue of a LocalQueue, of all namespaces; None: queues are not ours to read, or are not
-    there. Raises ApiUnreachableError.
+    """Number of Workloads of all namespaces that wait in the ClusterQueue of a LocalQueue; None if the queues do not exist or
+    may not be read. Raises ApiUnreachableError.
     """
     try:
         local_queue = await _first(api, LOCAL_QUEUES, namespace, queue)
         cluster_queue = Fields(local_queue).at("spec").name("clusterQueue")
-        found = await _first(api, CLUSTER_QUEUES, None, cluster_queue) if cluster_queue else None
+        document = await _first(api, CLUSTER_QUEUES, None, cluster_queue) if cluster_queue else None
     except ApiError:
         return None
-    status = Fields(found).at("status")
+    status = Fields(document).at("status")
     # A queue whose controller has not looked at it yet has no conditions, and a number that says nothing.
     return status.integer("pendingWorkloads") if status.has("conditions") else None
 
 
 async def _first(api: Api, kinds: tuple[Kind, ...], namespace: str | None, name: str) -> Document | None:
-    """The object, of the newest version that is served."""
+    """Read the object in the newest version that is served."""
     for kind in kinds:
-        found = await api.get(kind, namespace, name)
-        if found is not None:
-            return found
+        document = await api.get(kind, namespace, name)
+        if document is not None:
+            return document
     return None

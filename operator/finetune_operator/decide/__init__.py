@@ -1,1 +1,1 @@
-"""The pure core of the operator: what is observed goes in, what is to be done comes out. Nothing here touches a cluster."""
+"""The pure core of the operator: it takes what is observed and returns what is to be done. Nothing here touches a cluster."""

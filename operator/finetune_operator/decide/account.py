@@ -1,7 +1,7 @@
-"""What one job has used and how it went, for counters that outlive it: GPU seconds by what came of them, restarts, result.
+"""The account of one job, for counters that outlive it: its GPU seconds by outcome, its restarts and its result.
 
-Plain data and pure functions. An account is complete up to `at`: what its pods held before that moment is in it, and nothing
-after. So every second is added once, however often and by however many processes this is computed. `cluster.accounts` keeps them.
+An account is complete up to `at`: it contains what the job's pods held before that moment, and nothing after. So every second
+is added once, however often and by however many processes this is computed. `cluster.accounts` keeps the accounts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from finetune_operator.decide.usage_labels import JobLabels
 
 N = TypeVar("N", int, float)
 Place = Annotated[str, StringConstraints(pattern=r"^[a-z]+/-?[0-9]{1,19}$")]
-"""Role and attempt, whose number anybody may have edited in the status: it is any that the API server keeps."""
+"""Role and attempt. Anybody may have edited the number in the status, so it is any number that the API server stores."""
 WAITING, PRODUCTIVE, LOST = "waiting", "productive", "lost"
 OUTCOMES = (WAITING, PRODUCTIVE, LOST)
-"""Of GPU seconds: held by a pod that has not started yet; kept by a checkpoint or a finished training; neither."""
+"""Outcomes of GPU seconds: held by a pod that had not started yet; kept by a checkpoint or a finished training; neither."""
 _KEPT_BY_SIGTERM = (FailureClass.PREEMPTED,)
-"""Classes of failure before which the ranks have saved a checkpoint."""
+"""Failure classes for which the ranks save a checkpoint before they exit."""
 _KEEPS_ITS_STEPS = (AttemptOutcome.SUCCEEDED, AttemptOutcome.SUSPENDED, AttemptOutcome.RESIZED)
 
 
@@ -46,29 +46,29 @@ class Ended(BaseModel):
 
 
 class JobAccount(BaseModel):
-    """Of one job. `pending` and `ended` are written before the status that says the same: they count once it does."""
+    """The account of one job. `pending` and `ended` are written before the status that says the same, and count once it does."""
 
     model_config = ConfigDict(frozen=True)
     labels: JobLabels
     gpus: int = 0
-    """Of one training pod."""
+    """GPUs of one training pod."""
     at: FiniteFloat = 0.0
     """Seconds since the epoch."""
     gpu_seconds: Mapping[str, FiniteFloat] = Field(default_factory=dict)
-    """By outcome."""
+    """GPU seconds by outcome."""
     open_seconds: FiniteFloat = 0.0
-    """GPU seconds that the current attempt has trained since its latest checkpoint: what comes of them is not known yet."""
+    """GPU seconds that the current attempt has trained since its latest checkpoint; their outcome is not known yet."""
     checkpoint: int | None = None
     """Step of the newest checkpoint that was seen."""
     restarts: Mapping[str, int] = Field(default_factory=dict)
-    """By `restart_key`."""
+    """Number of restarts by `restart_key`."""
     pending: Mapping[Place, str] = Field(default_factory=dict)
-    """`restart_key`s."""
+    """Role and attempt -> the `restart_key` of the restart after it."""
     ended: Ended | None = None
 
 
 class Confirmed(NamedTuple):
-    """What the status of a job says already; of one that is gone, everything that was pending."""
+    """How far the status of a job confirms its account. If the job is gone, everything that was pending counts as confirmed."""
 
     has_ended: bool
     attempts: Mapping[str, int]
@@ -79,17 +79,17 @@ GONE = Confirmed(True, {})
 
 
 def restart_key(attempt: Attempt) -> str:
-    """Failure class, and whether the restart was counted."""
+    """Return the key of a restart: its failure class, and whether it was counted."""
     return f"{attempt.failure or FailureClass.UNKNOWN}|{'true' if attempt.counted else 'false'}"
 
 
 def with_pods(account: JobAccount, pods: Iterable[PodView], number: int, now: float) -> JobAccount:
-    """The account with what its training pods held between `at` and `now`. `number`: of the Job that trains."""
+    """Return the account with what its training pods held between `at` and `now`. `number`: that of the Job that trains."""
     if now <= account.at or not account.gpus:
         return account
     waited = trained = idle = 0.0
     for pod in pods:
-        # A container that was started again has not waited since the first was.
+        # A container that was restarted has not waited since its first start.
         first = pod.earlier.started if pod.earlier is not None else pod.started
         begun = pod.scheduled or first
         if pod.role is not Role.TRAIN or begun is None:
@@ -111,14 +111,16 @@ def with_pods(account: JobAccount, pods: Iterable[PodView], number: int, now: fl
 
 
 def with_checkpoint(account: JobAccount, step: int | None) -> JobAccount:
-    """The account once a checkpoint of that step is known: it keeps what was trained until then."""
+    """Return the account once a checkpoint of that step is known: what was trained until then is productive."""
     if step is None or (account.checkpoint is not None and step <= account.checkpoint):
         return account
     return _settled(account, kept=True).model_copy(update={"checkpoint": step})
 
 
 def is_news(before: FineTuneJobStatus, after: FineTuneJobStatus) -> bool:
-    """Whether `after` says something that accounts hold: an attempt ended, the job's result, or that nothing of it runs."""
+    """Whether `after` says something that accounts record: that an attempt ended, how the job ended, or that nothing of it runs
+    any more.
+    """
     if is_result(after):
         return not is_result(before) or is_terminal(after)
     return any(_closed_now(before, after, role) is not None for role in Role)
@@ -127,7 +129,7 @@ def is_news(before: FineTuneJobStatus, after: FineTuneJobStatus) -> bool:
 def with_decision(
     account: JobAccount, before: FineTuneJobStatus, after: FineTuneJobStatus, created: datetime | None
 ) -> JobAccount:
-    """The account as it must be on record before `after` is written over `before`. `created`: when the job was."""
+    """Return the account as it must be on record before `after` replaces `before`. `created`: when the job was created."""
     confirmed = confirmed_by(before)
     account = with_told_restarts(account, confirmed)
     restarts = {
@@ -148,7 +150,7 @@ def with_decision(
 
 
 def _closed_now(before: FineTuneJobStatus, after: FineTuneJobStatus, role: Role) -> Attempt | None:
-    """The record of the current attempt, if it is this decision that closes it."""
+    """The record of the current attempt, if this decision closes it."""
     number = attempt_of(before, role)
     old, new = record_of(before, role, number), record_of(after, role, number)
     is_closed = (
@@ -158,7 +160,7 @@ def _closed_now(before: FineTuneJobStatus, after: FineTuneJobStatus, role: Role)
 
 
 def confirmed_by(status: FineTuneJobStatus) -> Confirmed:
-    """What a status says of pending things."""
+    """Return what a status confirms of the pending entries."""
     return Confirmed(is_result(status), {str(role): int(getattr(status, field)) for role, field in ATTEMPT_FIELD.items()})
 
 
@@ -169,7 +171,7 @@ def is_result(status: FineTuneJobStatus) -> bool:
 
 
 def ended_by(status: FineTuneJobStatus, created: datetime | None) -> Ended | None:
-    """How the job ended by its status; None: it has not."""
+    """How the job ended according to its status; None if it has not ended."""
     succeeded = find_condition(status.conditions, ConditionType.SUCCEEDED)
     if succeeded is None or succeeded.status == "Unknown":
         return None
@@ -184,9 +186,9 @@ def closed_account(account: JobAccount) -> JobAccount:
 
 
 def with_told_restarts(account: JobAccount, confirmed: Confirmed) -> JobAccount:
-    """Pending restarts that the status tells are restarts; what it does not tell stays pending."""
-    told = [key for place, key in account.pending.items() if confirmed is GONE or _is_later(confirmed.attempts, place)]
-    if not told:
+    """Count the pending restarts that the status confirms; the others stay pending."""
+    confirmed_keys = [key for place, key in account.pending.items() if confirmed is GONE or _is_later(confirmed.attempts, place)]
+    if not confirmed_keys:
         return account
     pending = (
         {}
@@ -194,13 +196,13 @@ def with_told_restarts(account: JobAccount, confirmed: Confirmed) -> JobAccount:
         else {place: key for place, key in account.pending.items() if not _is_later(confirmed.attempts, place)}
     )
     restarts = account.restarts
-    for key in told:
+    for key in confirmed_keys:
         restarts = added(restarts, {key: 1})
     return account.model_copy(update={"restarts": restarts, "pending": pending})
 
 
 def added(values: Mapping[str, N], more: Mapping[str, N]) -> dict[str, N]:
-    """The sums by key; what is zero makes no key."""
+    """The sums by key. A value of zero adds no key."""
     result = dict(values)
     for key, value in more.items():
         if value:
@@ -221,12 +223,12 @@ def _settled(account: JobAccount, *, kept: bool) -> JobAccount:
 
 
 def _end(pod: PodView, at: float, now: float) -> float:
-    """Until when it held its GPUs."""
+    """When the pod stopped holding its GPUs, in seconds since the epoch."""
     if pod.finished is not None:
         return min(pod.finished.timestamp(), now)
     if not pod.is_terminal:
         return now
-    # It went without a word: by force, or with its node.
+    # It vanished without a report: it was deleted by force, or its node is gone.
     due = pod.deletion_due or pod.deletion_requested
     return min(due.timestamp(), now) if due is not None else at
 

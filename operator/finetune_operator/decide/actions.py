@@ -1,8 +1,8 @@
-"""What a reconcile pass decided. The executor performs it in this order, and what comes later needs what comes before:
+"""The decisions of a reconcile pass. The executor carries them out in this order, because later steps depend on earlier ones:
 
-1. `status`, one write with the observed resourceVersion as precondition. Refused (409) or failed: nothing else is done, the
-   job is reconciled again from what is then observed. So a freeze is written before the first child exists, and the number
-   of the next attempt (with the evidence of the last) before anything is deleted.
+1. `status`, one write with the observed resourceVersion as precondition. If it is refused (409) or fails, nothing else is
+   done, and the job is reconciled again from what is then observed. So a freeze is written before the first child exists, and
+   the number of the next attempt (with the evidence of the last) before anything is deleted.
 2. `deletes`, propagation policy Foreground, the UID as precondition; "not found" and "another UID" count as done.
 3. `ungates` and `relabels`, the UID as precondition.
 4. `creates`; "already exists" counts as done where the controller owner is this job, else the object is a conflict.
@@ -48,25 +48,25 @@ class Delete:
     kind: DeletedKind
     name: str
     uid: str
-    """Precondition: an object that took the name since is left alone."""
+    """Precondition, so that another object which has taken the name since is left alone."""
     force: bool = False
-    """Without a grace period: of a pod whose node is lost, and only where the profile allows it."""
+    """Whether to delete without a grace period: only a pod whose node is lost, and only if the profile allows it."""
 
 
 @dataclass(frozen=True)
 class Ungate:
-    """Take our gate off a Job that waits in a queue."""
+    """Remove our gate from a Job that waits in a queue."""
 
     name: str
     uid: str
     """Precondition."""
     remaining: tuple[str, ...]
-    """Gates of others, which stay."""
+    """Gates of other controllers, which stay."""
 
 
 @dataclass(frozen=True)
 class Relabel:
-    """Write an attempt into the label of a pod: it may run it."""
+    """Write the number of an attempt into the label of a pod, so that the pod may run it."""
 
     name: str
     uid: str
@@ -88,13 +88,13 @@ class Actions:
     """Output of `reconcile`."""
 
     status: FineTuneJobStatus | None = None
-    """New status; None: the one that was observed still holds."""
+    """The new status; None if the observed one still holds."""
     deletes: tuple[Delete, ...] = ()
     ungates: tuple[Ungate, ...] = ()
     relabels: tuple[Relabel, ...] = ()
     creates: tuple[Create, ...] = ()
     events: tuple[Emit, ...] = ()
     news: tuple[Finding, ...] = ()
-    """Findings that status did not name yet for this generation of the job: counted once the status is written."""
+    """Findings that are new for this generation of the job; they are counted once the status is written."""
     requeue_after_seconds: float | None = None
-    """When to look again although nothing may have changed: the next deadline."""
+    """Seconds until the next deadline, when to look again even if nothing has changed."""

@@ -1,5 +1,5 @@
-"""What status records of each role: its attempts, opened when their pods are first seen and closed with their evidence, and
-its restart counters.
+"""The records of each role in status: its attempts, which are opened when their pods are first seen and closed with their
+evidence, and its restart counters.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.times import timestamp
 
 HISTORY_LIMIT = 64
-"""Attempts kept in status, the latest ones."""
+"""Number of attempts that status keeps, the latest ones."""
 ABRIDGED_TEXT_LIMIT = 256
-"""Characters kept of a text of an attempt that is not the latest: an object in etcd holds at most 1.5 MiB."""
+"""Longest text of an attempt other than the latest, in characters: an object in etcd holds at most 1.5 MiB."""
 
 
 def record_of(status: FineTuneJobStatus, role: Role, number: int) -> Attempt | None:
@@ -34,7 +34,7 @@ def latest_of(status: FineTuneJobStatus, role: Role) -> Attempt | None:
 
 @dataclass(frozen=True)
 class GangSize:
-    """Of one attempt of an elastic gang."""
+    """The size of one attempt of an elastic gang."""
 
     nodes: int
     ranks: int
@@ -49,8 +49,8 @@ def opened(
     *,
     size: GangSize | None = None,
 ) -> list[Attempt]:
-    """The history with an attempt that now runs. `pods`: of this attempt."""
-    # A pod that runs its second attempt was placed for the first.
+    """Return the history with an attempt that now runs. `pods`: the pods of this attempt."""
+    # A pod that runs its second attempt was scheduled for the first one.
     placed = [pod for pod in pods if pod.attempt == number]
     scheduled = [pod.scheduled for pod in placed if pod.scheduled is not None]
     prepared = [pod.prepared for pod in placed if pod.prepared is not None]
@@ -68,7 +68,7 @@ def _size_fields(size: GangSize | None) -> dict[str, int]:
 
 
 def interrupted(status: FineTuneJobStatus, record: Attempt) -> list[Attempt]:
-    """The history with one more preemption of an attempt by its queue."""
+    """Return the history with one more preemption of an attempt by its queue."""
     return _history(status, record.model_copy(update={"interruptions": record.interruptions + 1}))
 
 
@@ -88,7 +88,7 @@ class AttemptEnd:
 
 
 def closed(status: FineTuneJobStatus, role: Role, number: int, end: AttemptEnd) -> list[Attempt]:
-    """The history with the end of an attempt, whether its start was recorded or not."""
+    """Return the history with the end of an attempt, whether its start was recorded or not."""
     before = record_of(status, role, number) or Attempt(role=role, number=number, start_time=timestamp(end.time))
     failure = end.failure
     after = before.model_copy(
@@ -108,15 +108,19 @@ def closed(status: FineTuneJobStatus, role: Role, number: int, end: AttemptEnd) 
 
 
 def _history(status: FineTuneJobStatus, latest: Attempt) -> list[Attempt]:
-    earlier = [_abridged(one) for one in status.attempts if (one.role, one.number) != (latest.role, latest.number)]
+    earlier = [
+        _abridged(attempt) for attempt in status.attempts if (attempt.role, attempt.number) != (latest.role, latest.number)
+    ]
     return [*earlier, latest][-HISTORY_LIMIT:]
 
 
 def _abridged(attempt: Attempt) -> Attempt:
-    """An earlier attempt with the cause of its end alone, in few words."""
+    """Reduce the record of an earlier attempt to the cause of its end, with short texts."""
     cause = [
-        one.model_copy(update={"message": one.message[:ABRIDGED_TEXT_LIMIT], "hint": one.hint[:ABRIDGED_TEXT_LIMIT]})
-        for one in attempt.evidence[:1]
+        rank_failure.model_copy(
+            update={"message": rank_failure.message[:ABRIDGED_TEXT_LIMIT], "hint": rank_failure.hint[:ABRIDGED_TEXT_LIMIT]}
+        )
+        for rank_failure in attempt.evidence[:1]
     ]
     texts = {"message": attempt.message[:ABRIDGED_TEXT_LIMIT], "hint": attempt.hint[:ABRIDGED_TEXT_LIMIT]}
     return attempt.model_copy(update={**texts, "evidence": cause})
@@ -138,7 +142,7 @@ def with_restarts(status: FineTuneJobStatus, role: Role, restarts: Restarts) -> 
 
 
 def newest_checkpoint(status: FineTuneJobStatus, role: Role) -> int | None:
-    """Step of the newest checkpoint that the operator has heard of; the other roles have none."""
+    """Step of the newest checkpoint that the operator knows of; only training has checkpoints."""
     if role is not Role.TRAIN or status.progress is None:
         return None
     return status.progress.checkpoint_step

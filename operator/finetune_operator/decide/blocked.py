@@ -1,4 +1,4 @@
-"""What keeps a child from being created: what is left of earlier attempts, or an API server that refuses the write.
+"""Obstacles to creating a child: leftovers of earlier attempts, or an API server that refuses the write.
 
 Before a Job that may not be the first of its kind is created, a live list without label selector must show no other Job and no
 pod that can still run: a filtered watch reports a deletion when somebody merely removes a label.
@@ -23,15 +23,15 @@ from finetune_operator.decide.times import moment_after
 _NEVER_CREATED = frozenset({Reason.NOT_OBSERVED, Reason.PENDING, Reason.CREATE_REFUSED})
 FIRST_LOOK_SECONDS = 5.0
 LONGEST_LOOK_SECONDS = 60.0
-"""While an earlier attempt disappears, it is looked at after so many seconds, the longer the rarer."""
+"""Bounds of the pause between two looks at an earlier attempt that is disappearing; the pause grows with the wait."""
 QUIET_SECONDS = 30.0
-"""An earlier attempt that takes so long to end is not worth a status write."""
+"""An earlier attempt that takes no longer than this to end is not worth a status write."""
 BLOCKED_SECONDS = 1800.0
-"""A node that does not answer for so long needs a human."""
+"""A node that has not answered for this long needs a human."""
 
 
 def delete_earlier_attempts(observed: Observed, result: PassResult) -> None:
-    """Delete Jobs whose number has been passed on: the status says so already, no matter who was to delete them."""
+    """Delete the Jobs of earlier attempts: status has moved on to a later number, whichever pass was to delete them."""
     for batch_job in observed.batch_jobs:
         attempt = attempt_of(observed.job.status, batch_job.role)
         if batch_job.attempt < attempt and batch_job != observed.batch_job(batch_job.role, attempt):
@@ -41,14 +41,14 @@ def delete_earlier_attempts(observed: Observed, result: PassResult) -> None:
 def needs_live_list(observed: Observed) -> bool:
     """Whether the next step may only be taken after a live list has shown that nothing of what was created runs.
 
-    The next Job is created by it, but for the first of a role that no pass has decided to create yet; and a job whose end has to
-    wait for its pods is finished by it. Of a job that is being deleted nothing may run either.
+    It is needed before each Job is created, except for the first Job of a role that no pass has decided to create yet; before a
+    job is finished whose end has to wait for its pods; and while a job is being deleted, of which nothing may run either.
     """
     status, spec = observed.job.status, observed.job.spec
     if is_ended(status):
         return is_started(status) and not is_terminal(status)
     if observed.job.deleting:
-        # What no watch shows is looked for once nothing else is left.
+        # The live list looks for what no watch shows, once nothing else is left.
         return is_started(status) and not observed.batch_jobs
     if not is_started(status) or spec is None or spec.run.suspend:
         return False
@@ -69,7 +69,7 @@ class Leftovers:
 
 
 def delete_leftovers(observed: Observed, result: PassResult, role: Role, nodes: int) -> Leftovers | None:
-    """Delete what a live list has shown of earlier attempts, by UID, and say what is left; None: nothing is."""
+    """Delete by UID what a live list has shown of earlier attempts. Returns what is left; None if nothing is."""
     status = observed.job.status
     attempt = attempt_of(status, role)
     if attempt == 0 and not needs_live_list(observed):
@@ -84,8 +84,8 @@ def delete_leftovers(observed: Observed, result: PassResult, role: Role, nodes: 
             result.delete_object("Job", job.name, job.uid)
     pods = observed.live.running_pods
     if not others:
-        # Their Job is gone without them: somebody deleted it with the policy Orphan. What still has a controller, the garbage
-        # collector deletes, or it is not ours: a label proves nothing.
+        # Somebody deleted their Job with the policy Orphan. Pods that still have a controller are left to the garbage collector,
+        # or are not ours: a label proves nothing.
         for pod in pods:
             if pod.orphaned and pod.deletion_due is None:
                 result.delete_object("Pod", pod.name, pod.uid)
@@ -114,44 +114,44 @@ def report_leftovers(observed: Observed, result: PassResult, role: Role, left: L
 
 def _blocked_on_nodes(observed: Observed, result: PassResult, role: Role, pods: tuple[LivePod, ...]) -> None:
     place = ", ".join(f"pod {pod.name} on node {pod.node or 'unknown'}" for pod in pods[:4])
-    # The profile as it is now, not as it was frozen: an admin who takes this back means it at once.
+    # The profile as it is now, not as it was frozen: if an administrator withdraws this permission, that takes effect at once.
     profile = observed.profile.spec
     if profile is not None and profile.force_delete_pods_of_lost_nodes:
         for pod in pods:
             result.delete_object("Pod", pod.name, pod.uid, force=True)
-        said = f"{place}: the node does not answer, and the profile has the pod deleted by force."
+        message = f"{place}: the node does not answer, and the profile has the pod deleted by force."
     else:
-        said = (
+        message = (
             f"{place}: the node does not answer, and the old rank may still write checkpoints. Once the node is certainly down, "
             "add the taint node.kubernetes.io/out-of-service to it, or delete the pod by force."
         )
-    result.condition(CONDITION[role], None, Reason.BLOCKED_ON_NODE, said)
-    result.condition(ConditionType.READY, False, Reason.BLOCKED_ON_NODE, said)
-    result.warn_once(CONDITION[role], Reason.BLOCKED_ON_NODE, said)
+    result.condition(CONDITION[role], None, Reason.BLOCKED_ON_NODE, message)
+    result.condition(ConditionType.READY, False, Reason.BLOCKED_ON_NODE, message)
+    result.warn_once(CONDITION[role], Reason.BLOCKED_ON_NODE, message)
     since = min(pod.deletion_due for pod in pods if pod.deletion_due is not None)
     limit = since + timedelta(seconds=BLOCKED_SECONDS)
     if result.now >= limit:
-        result.stall(Reason.BLOCKED_ON_NODE, said)
+        result.stall(Reason.BLOCKED_ON_NODE, message)
     else:
         result.requeue_at(limit)
 
 
 def wait_for_refused_write(observed: Observed, result: PassResult, kind: ConditionType, fix: str = "") -> bool:
-    """Whether the API server has refused a child or a change of one and is not to be asked again yet. The condition `kind` then
-    has its words, and `fix` if there is one to name.
+    """Whether the API server has refused a child or a change of one, and must not be asked again yet. The condition `kind` then
+    has the server's message, followed by `fix`.
 
-    A quota is waited for; anything else needs a human.
+    The operator waits for a quota; anything else needs a human.
     """
     refused = observed.refused
     if refused is None:
         return False
-    said = f"{refused.kind} {refused.name} was refused by the API server ({refused.code}): {refused.message} {fix}".rstrip()
-    result.condition(kind, None, Reason.CREATE_REFUSED, said)
-    result.condition(ConditionType.READY, False, Reason.CREATE_REFUSED, said)
+    message = f"{refused.kind} {refused.name} was refused by the API server ({refused.code}): {refused.message} {fix}".rstrip()
+    result.condition(kind, None, Reason.CREATE_REFUSED, message)
+    result.condition(ConditionType.READY, False, Reason.CREATE_REFUSED, message)
     if is_quota(refused.message):
-        result.warn_once(kind, Reason.CREATE_REFUSED, said)
+        result.warn_once(kind, Reason.CREATE_REFUSED, message)
     else:
-        result.stall(Reason.CREATE_REFUSED, said)
+        result.stall(Reason.CREATE_REFUSED, message)
     if result.now >= refused.retry_at:
         return False
     result.requeue_at(refused.retry_at)

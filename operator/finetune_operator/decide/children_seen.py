@@ -1,6 +1,6 @@
-"""What the operator knows of a job's children: Jobs, pods, ConfigMaps, and writes of them that the API server refused.
+"""Views of a job's children: Jobs, pods, ConfigMaps, and writes that the API server refused.
 
-Frozen plain data, made by `cluster.projection` from the server's objects, or by a test. Times are aware and in UTC.
+They are frozen plain data, made by `cluster.projection` from the server's objects. Times are aware and in UTC.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from finetune_job.names import Role
 
 @dataclass(frozen=True, slots=True)
 class JobConditionView:
-    """A condition of a batch Job whose status is True."""
+    """A condition with status True of a batch Job."""
 
     type: str
     """`FailureTarget`, `Failed`, `SuccessCriteriaMet`, `Complete`, `Suspended`."""
@@ -33,23 +33,23 @@ class BatchJobView:
     attempt: int
     created: datetime
     conditions: tuple[JobConditionView, ...] = ()
-    """Only those that are True."""
+    """Only the conditions that are True."""
     suspended: bool = False
     """`spec.suspend`: set by a queue such as Kueue, and by us only together with a gate."""
     parallelism: int | None = None
-    """Pods that run at a time: for a gang all of them."""
+    """Number of pods that run at the same time; for a gang, all of them."""
     restarts_container: bool = False
-    """Whether the kubelet is to start its container again in the same pod after a failure of the processes alone, as far as the
-    API server knows such rules."""
+    """Whether the kubelet restarts its container in the same pod after a failure of the processes alone. False if the API
+    server does not know such rules."""
     admission_gates: tuple[str, ...] = ()
-    """What keeps Kueue from admitting it, whatever room there is."""
+    """Gates that keep Kueue from admitting the Job, whatever capacity there is."""
     start_time: datetime | None = None
     """`status.startTime`; the Job controller resets it when a suspended Job resumes."""
     deleting: bool = False
     events: tuple[str, ...] = ()
     """Texts of Warning events of the Job itself (`FailedCreate`: a quota on pods, Pod Security), latest last."""
     queue: str = ""
-    """Why a queue holds the Job back, in its words (Kueue: the reason and message of its Workload); empty: not known."""
+    """The queue's explanation of why it holds the Job back (Kueue: reason and message of its Workload); empty if unknown."""
 
     def has(self, *types: str) -> bool:
         """Whether one of these conditions is True."""
@@ -58,7 +58,7 @@ class BatchJobView:
 
 @dataclass(frozen=True, slots=True)
 class ContainerEnd:
-    """How a container ended that the kubelet has started again since, or is about to."""
+    """How a container ended that the kubelet has restarted since, or is about to restart."""
 
     started: datetime | None = None
     finished: datetime | None = None
@@ -69,49 +69,49 @@ class ContainerEnd:
 
 @dataclass(frozen=True, slots=True)
 class PodView:
-    """A pod of one role and attempt; kept with its last known state (`gone`) after its deletion, until its Job is gone too."""
+    """A pod of one role and attempt. After its deletion its last known state is kept (`gone`) until its Job is gone too."""
 
     name: str
     uid: str
     role: Role
     attempt: int
-    """Of its Job. A container that was started again may run the next one, see `in_attempt`."""
+    """Number in the name of its Job. A restarted container may run the next attempt, see `in_attempt`."""
     created: datetime
     node_rank: int = 0
     """`batch.kubernetes.io/job-completion-index`."""
     phase: str = "Pending"
     gone: bool = False
-    """A DELETED event was seen: this is the last state before it."""
+    """Whether a DELETED event was seen; the view then is the last state before it."""
     deletion_requested: datetime | None = None
-    """`deletionTimestamp` less the grace period: when somebody asked for the deletion."""
+    """`deletionTimestamp` minus the grace period: when somebody asked for the deletion."""
     deletion_due: datetime | None = None
     """`deletionTimestamp`: when its grace period is over. A pod that is still there later is on a node that does not answer."""
     scheduled: datetime | None = None
     """When the scheduler found a node for it."""
     prepared: datetime | None = None
-    """When it had its volumes and its network, by the kubelet's condition `PodReadyToStartContainers`."""
+    """When it had its volumes and its network, according to the kubelet's condition `PodReadyToStartContainers`."""
     disruption: str = ""
     """Reason of the condition `DisruptionTarget`, empty without one."""
     started: datetime | None = None
     """When the container began to run."""
     finished: datetime | None = None
     exit_code: int | None = None
-    """Of the container, once it has ended."""
+    """Exit code of the container, once it has ended."""
     reason: str = ""
-    """Of the ended container (`OOMKilled`, `Error`, `Completed`), or of the pod (`Evicted`) where no container ended."""
+    """Reason of the ended container (`OOMKilled`, `Error`, `Completed`), or of the pod (`Evicted`) where no container ended."""
     eviction: str = ""
     """The kubelet's message if it has evicted the pod, whatever its containers ended with."""
     termination_message: str = ""
     restarts: int = 0
-    """How often the kubelet has started the container again."""
+    """How often the kubelet has restarted the container."""
     earlier: ContainerEnd | None = None
-    """How it ended before."""
+    """How the container ended before its latest restart."""
     label_attempt: int | None = None
-    """The attempt that its label names: from there a container that was started again learns which one it may run."""
+    """The attempt that its label names. A restarted container learns from it which attempt it may run."""
     waiting_reason: str = ""
-    """Of a container that does not run yet: `ImagePullBackOff`, `ContainerCreating`, ..."""
+    """Reason of a container that does not run yet: `ImagePullBackOff`, `ContainerCreating`, ..."""
     waiting_message: str = ""
-    """What the kubelet says of it: with an image that cannot be pulled, its name and the registry's words."""
+    """Message of a container that does not run yet: for an image that cannot be pulled, its name and the registry's answer."""
     unschedulable: str = ""
     """Message of the condition `PodScheduled` while it is False."""
     events: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class PodView:
         return self.gone or self.phase in ("Succeeded", "Failed")
 
     def in_attempt(self, number: int) -> PodView:
-        """The pod as this attempt sees it: ended with its container, whatever has happened to it since."""
+        """Return the pod as this attempt sees it: it ended with its container, whatever has happened to the pod since."""
         if self.restarts <= number - self.attempt:
             return self
         end = self.earlier or ContainerEnd()
@@ -182,9 +182,9 @@ class LivePod:
     uid: str
     node: str = ""
     deletion_due: datetime | None = None
-    """`deletionTimestamp`: when its grace period is over; None: nobody has asked for its deletion."""
+    """`deletionTimestamp`: when its grace period is over; None if its deletion was not requested."""
     orphaned: bool = False
-    """Nothing controls it, so nobody else will ever delete it."""
+    """Whether nothing controls it, so that nothing else will ever delete it."""
 
 
 @dataclass(frozen=True)
@@ -199,17 +199,19 @@ class LiveChildren:
 
 @dataclass(frozen=True)
 class RefusedWrite:
-    """A child that the API server refused to create or to change: for a quota, an admission plugin or webhook, a right."""
+    """A child that the API server refused to create or to change: for a quota, an admission plugin, a webhook, or a missing
+    right.
+    """
 
     kind: str
     name: str
     code: int
     """HTTP status: 403, 422, ..."""
     message: str
-    """The server's words."""
+    """The server's message."""
     since: datetime
-    """When it was refused first."""
+    """When it was first refused."""
     tries: int
-    """How often it was refused since."""
+    """How often it has been refused since then."""
     retry_at: datetime
-    """No such write of this job is to be tried before then."""
+    """No such write of this job is tried before then."""

@@ -1,8 +1,8 @@
-"""Evidence -> failure class and root rank.
+"""Derives the failure class and the root rank from the evidence of pods.
 
 When one rank fails, the others fail too: the collectives break, and the Job controller deletes their pods. So each pod is
-classified by itself first, and then the cause is chosen: the earliest failure that is nobody's echo. A failed collective, a
-SIGTERM and a deletion are taken for the cause only where nothing better is known, and then the earliest of them.
+classified by itself first, and then the cause is chosen: the earliest failure that is not the echo of another. A failed
+collective, a SIGTERM and a deletion count as the cause only if nothing better is known, and then the earliest of them.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from finetune_operator.decide.restart_policy import POLICY
 from finetune_operator.decide.times import timestamp
 
 EVIDENCE_LIMIT = 16
-"""Pods of one attempt whose outcome is kept in status: the cause and the earliest others."""
+"""Number of pods of one attempt whose outcome status keeps: the cause and the earliest others."""
 _MESSAGE_LIMIT = 1024
 _ECHOES = frozenset({FailureClass.COLLECTIVE, FailureClass.PREEMPTED})
 _WHOLE_SECOND = timedelta(seconds=1)
 _SIGKILL = 137
 _SIGTERM = 143
 OVERDUE = "DeletionOverdue"
-"""Stands in for the reason of `DisruptionTarget` where a pod is still there after its grace period."""
+"""Our own reason of `DisruptionTarget`, for a pod that is still there after its grace period."""
 NODE_LOST = {
     "DeletionByTaintManager": "its node stopped answering",
     "DeletionByPodGC": "its node is gone",
     OVERDUE: "it was to end and is still there after its grace period, so its node does not answer",
 }
-"""Reasons of `DisruptionTarget` that mean a lost node, and what to say."""
+"""Reasons of `DisruptionTarget` that mean a lost node, and the words for the message."""
 _UNKNOWN_TO_RUNTIME = frozenset({"Unknown", "ContainerStatusUnknown"})
 """Reasons of a container that the runtime (exit code 255) or the kubelet (137) found dead after a restart of the node."""
 _OVER_LIMIT = re.compile(
     "Usage of EmptyDir volume .* exceeds the limit|ephemeral local storage usage exceeds|exceeded its local ephemeral storage"
 )
-"""What the kubelet says of a pod that used more of the node's disk than its volumes or containers may."""
+"""Messages of the kubelet about a pod that used more of the node's disk than its volumes or containers may."""
 _ENDED_BY_KUBELET = frozenset({"Evicted", "Preempting", "Shutdown", "NodeShutdown", "Terminated"})
-"""Reasons of a failed pod that had been accepted; all others are those of an admission that the kubelet refused."""
+"""Reasons of a failed pod that the kubelet had admitted; with any other reason the kubelet refused to admit it."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ class PodFailure:
     pod: PodView
     failure: FailureClass
     is_echo: bool
-    """It may well be the consequence of another rank's failure."""
+    """Whether it may be the consequence of another rank's failure."""
     time: datetime
     message: str
     report: TerminationReport | None
     advice: str = ""
-    """What to change, if that is not what container or table say of the class."""
+    """Advice on what to change, if it differs from that of the container and of the policy for the class."""
 
     @property
     def evidence(self) -> RankFailure:
-        """As status has it."""
+        """The failure as status shows it."""
         report = self.report
         return RankFailure(
             pod=self.pod.name,
@@ -85,12 +85,12 @@ class Failure:
     message: str
     hint: str
     evidence: tuple[RankFailure, ...] = ()
-    """The cause first."""
+    """Failures of the pods, the cause first."""
     refused: bool = False
-    """The container's own verdict is that the job cannot work, with `findings`."""
+    """Whether the container itself found that the job cannot work, as `findings` say."""
     findings: tuple[Finding, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
-    """What else the container reported."""
+    """Facts that the container reported."""
 
     @property
     def text(self) -> str:
@@ -99,28 +99,30 @@ class Failure:
 
 
 def classify_pod(pod: PodView) -> PodFailure | None:
-    """Why a pod ended without success; None while it runs, or where it succeeded."""
+    """Why a pod ended without success; None if it runs or has succeeded."""
     report = parse_envelope(pod.termination_message) if pod.termination_message else None
     if report is not None and report.outcome is Outcome.SUCCEEDED:
         report = None
     refused = report is not None and report.outcome is Outcome.REFUSED
     if (pod.exit_code == 0 or (pod.phase == "Succeeded" and pod.exit_code is None)) and not refused:
         return None
-    found = _class_of(pod, report)
-    if found is None:
+    classified = _class_of(pod, report)
+    if classified is None:
         return None
-    failure, is_echo, said = found
+    failure, is_echo, default_message = classified
     message = report.message or report.exception if report is not None else ""
     if failure is FailureClass.DEVICE_FAULT and pod.node:
-        message = f"on node {pod.node}, {message or said}"
+        message = f"on node {pod.node}, {message or default_message}"
     evicted = _local_storage(pod)
-    if evicted is not None and evicted[0] is failure and said == pod.eviction:
-        return PodFailure(pod, failure, is_echo, _time_of(pod, report), said, report, advice=evicted[1])
-    return PodFailure(pod, failure, is_echo, _time_of(pod, report), message or said, report)
+    if evicted is not None and evicted[0] is failure and default_message == pod.eviction:
+        return PodFailure(pod, failure, is_echo, _time_of(pod, report), default_message, report, advice=evicted[1])
+    return PodFailure(pod, failure, is_echo, _time_of(pod, report), message or default_message, report)
 
 
 def _class_of(pod: PodView, report: TerminationReport | None) -> tuple[FailureClass, bool, str] | None:
-    """Class, whether it may be an echo, and what to say where the container said nothing. The order is that of certainty."""
+    """Return the class, whether it may be an echo, and the message where the container left none. More certain evidence comes
+    first.
+    """
     reported = report.failure if report is not None else None
     if report is not None and report.outcome is Outcome.REFUSED and reported is None:
         reported = FailureClass.USER_CONFIG
@@ -163,9 +165,9 @@ def _class_of(pod: PodView, report: TerminationReport | None) -> tuple[FailureCl
 
 
 def _local_storage(pod: PodView) -> tuple[FailureClass, str] | None:
-    """Class and advice for a pod that the kubelet evicted for a limit of its own; None: it was not.
+    """Class and advice for a pod that the kubelet evicted because it exceeded a limit of its own; None for other pods.
 
-    Unlike an eviction for the node's sake this one has no `DisruptionTarget`, and it would happen again.
+    Unlike an eviction that the node causes, this one has no `DisruptionTarget`, and it would happen again.
     """
     if pod.disruption or _OVER_LIMIT.search(pod.eviction) is None:
         return None
@@ -177,8 +179,8 @@ def _local_storage(pod: PodView) -> tuple[FailureClass, str] | None:
 def _time_of(pod: PodView, report: TerminationReport | None) -> datetime:
     """When the failure was first seen. A SIGTERM that came with a deletion is as old as the request for the deletion.
 
-    Kubernetes cuts its times to whole seconds, a report keeps the fraction. So the API server's times stand for the end of
-    their second: else a pod that was deleted because of a failure would seem to have gone before it.
+    Kubernetes truncates times to whole seconds, and a report keeps the fraction. So the API server's times stand for the end of
+    their second: otherwise a pod that was deleted because of a failure would seem to have gone before it.
     """
     times = [moment + _WHOLE_SECOND for moment in (pod.deletion_requested, pod.finished) if moment is not None]
     if report is not None and report.time > 0:
@@ -188,20 +190,29 @@ def _time_of(pod: PodView, report: TerminationReport | None) -> datetime:
 
 def failures_of(pods: Iterable[PodView]) -> list[PodFailure]:
     """The failures among pods, the most likely cause first."""
-    found = [failure for failure in map(classify_pod, pods) if failure is not None]
+    failures = [failure for failure in map(classify_pod, pods) if failure is not None]
     return sorted(
-        found, key=lambda one: (one.failure is FailureClass.UNKNOWN, one.is_echo, one.time, one.pod.node_rank, one.pod.name)
+        failures,
+        key=lambda failure: (
+            failure.failure is FailureClass.UNKNOWN,
+            failure.is_echo,
+            failure.time,
+            failure.pod.node_rank,
+            failure.pod.name,
+        ),
     )
 
 
 def classify(pods: Iterable[PodView], otherwise: FailureClass, message: str) -> Failure:
-    """Why a Job with these pods failed; `otherwise` and `message` hold where no pod left evidence."""
-    found = failures_of(pods)
-    if not found or (found[0].is_echo and otherwise is FailureClass.INFRASTRUCTURE):
-        return Failure(otherwise, message, POLICY[otherwise].advice, tuple(one.evidence for one in found[:EVIDENCE_LIMIT]))
-    cause = found[0]
+    """Why a Job with these pods failed; `otherwise` and `message` apply if no pod left evidence."""
+    failures = failures_of(pods)
+    if not failures or (failures[0].is_echo and otherwise is FailureClass.INFRASTRUCTURE):
+        return Failure(
+            otherwise, message, POLICY[otherwise].advice, tuple(failure.evidence for failure in failures[:EVIDENCE_LIMIT])
+        )
+    cause = failures[0]
     report = cause.report
-    evidence = tuple(one.evidence for one in found[:EVIDENCE_LIMIT])
+    evidence = tuple(failure.evidence for failure in failures[:EVIDENCE_LIMIT])
     return Failure(
         failure=cause.failure,
         message=_place(cause) + evidence[0].message,

@@ -1,7 +1,7 @@
-"""Whether a node's own conditions say that a GPU of it broke while training ran there: decisions over plain data.
+"""Decides whether a node's conditions report a GPU that broke while training ran there.
 
-Who watches GPUs (NVSentinel, the node problem detector, an agent of the cloud) writes a condition on the node. Ranks see of the
-same fault only that an operation failed or a peer went silent, which would be counted against the job.
+Monitors of GPUs (NVSentinel, the node problem detector, an agent of the cloud) write a condition on the node. Of the same fault
+the ranks see only a failed operation or a silent peer, which would be counted against the job.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from finetune_operator.decide.restart_policy import POLICY
 from finetune_operator.decide.stage import attempt_of, current_role, is_ended
 
 MOST_NODES = 64
-"""That are looked at for one attempt."""
+"""Largest number of nodes that are read for one attempt."""
 _UNEXPLAINED = frozenset({FailureClass.INTERNAL, FailureClass.COLLECTIVE, FailureClass.STALLED, FailureClass.UNKNOWN})
-"""What a broken GPU looks like to a rank, and to its peers."""
+"""Failure classes as which a rank and its peers report a broken GPU."""
 
 
 def nodes_in_question(observed: Observed) -> tuple[str, ...]:
-    """Nodes of training pods that fail now, if the profile names conditions that could tell why."""
+    """Nodes of training pods that fail now, if the profile names conditions that could explain it."""
     status = observed.job.status
     if not _wanted(observed) or is_ended(status) or current_role(status) is not Role.TRAIN:
         return ()
@@ -36,23 +36,23 @@ def nodes_in_question(observed: Observed) -> tuple[str, ...]:
     return tuple(sorted({pod.node for pod in pods if pod.node}))[:MOST_NODES]
 
 
-def with_device_fault(observed: Observed, found: JobState) -> JobState:
-    """The same, with DeviceFault as the class of a failure that such a condition explains."""
-    failure = found.failure
-    if failure is None or failure.failure not in _UNEXPLAINED or not found.pods:
-        return found
-    since = min(pod.created for pod in found.pods)
-    told = [
-        f"node {node.name} has the condition {one.type}={one.status}: {one.reason} {one.message}".rstrip()
+def with_device_fault(observed: Observed, current: JobState) -> JobState:
+    """Change the class of a failure to DeviceFault if such a condition explains it."""
+    failure = current.failure
+    if failure is None or failure.failure not in _UNEXPLAINED or not current.pods:
+        return current
+    since = min(pod.created for pod in current.pods)
+    faults = [
+        f"node {node.name} has the condition {condition.type}={condition.status}: {condition.reason} {condition.message}".rstrip()
         for node in observed.nodes
-        for one in node.conditions
-        if _tells_of_a_fault(one, _wanted(observed), since)
+        for condition in node.conditions
+        if _is_new_fault(condition, _wanted(observed), since)
     ]
-    if not told:
-        return found
-    said = f"{told[0]}. The ranks saw: {failure.failure}: {failure.message}"
+    if not faults:
+        return current
+    message = f"{faults[0]}. The ranks saw: {failure.failure}: {failure.message}"
     hint = POLICY[FailureClass.DEVICE_FAULT].advice
-    return replace(found, failure=Failure(FailureClass.DEVICE_FAULT, said, hint, failure.evidence))
+    return replace(current, failure=Failure(FailureClass.DEVICE_FAULT, message, hint, failure.evidence))
 
 
 def _wanted(observed: Observed) -> list[NodeCondition]:
@@ -60,7 +60,9 @@ def _wanted(observed: Observed) -> list[NodeCondition]:
     return spec.gpu.fault_conditions if spec is not None and spec.gpu is not None else []
 
 
-def _tells_of_a_fault(found: NodeConditionView, wanted: list[NodeCondition], since: datetime) -> bool:
-    """Whether it is one of these, and has come since. One that was there before explains no failure of now."""
-    is_wanted = any((one.type, one.status) == (found.type, found.status) for one in wanted)
-    return is_wanted and found.since is not None and found.since >= since
+def _is_new_fault(condition: NodeConditionView, wanted: list[NodeCondition], since: datetime) -> bool:
+    """Whether the condition is a wanted one and has appeared since then. An older one does not explain the failure."""
+    is_wanted = any(
+        (wanted_condition.type, wanted_condition.status) == (condition.type, condition.status) for wanted_condition in wanted
+    )
+    return is_wanted and condition.since is not None and condition.since >= since

@@ -1,8 +1,8 @@
-"""How many nodes an attempt of an elastic gang has: decisions over plain data.
+"""Decides how many nodes an attempt of an elastic gang has.
 
-A gang begins with all nodes. It takes what there is when some of them do not come, or when a node is lost or taken back, and asks
-for all of them again later. Nobody knows beforehand whether they are free: no node is looked at, and the answer of queue and
-scheduler to the Job of the next attempt is the only one that counts. A queue admits all pods of a Job or none.
+A gang begins with all nodes. It continues with fewer if some of them do not come, or if a node is lost or taken back, and asks
+for all of them again later. Whether they are free is not known beforehand: no node is looked at, and only the answer of queue
+and scheduler to the Job of the next attempt counts. A queue admits all pods of a Job or none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from finetune_operator.decide.children_seen import BatchJobView, PodView
 from finetune_operator.decide.times import moment_after
 
 MOST_DOUBLINGS = 3
-"""Of the time before all nodes are asked for again."""
+"""How often the time before all nodes are asked for again is doubled at most."""
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,19 @@ class Elasticity:
 
     fewest: int
     most: int
-    """Nodes."""
+    """Smallest and largest number of nodes."""
     shrink_after: timedelta
     grow_after: timedelta
     is_queued: bool
     """Whether its Jobs wait in a queue."""
 
     def clamped(self, nodes: int | None) -> int:
-        """A number of nodes from status, which anybody may have edited; None: all."""
+        """Bound a number of nodes from status, which anybody may have edited; None means all nodes."""
         return self.most if nodes is None else min(max(nodes, self.fewest), self.most)
 
 
 def elasticity(plan: LaunchPlan) -> Elasticity | None:
-    """None: the gang always has all nodes."""
+    """Return the limits of an elastic gang; None if the gang always has all nodes."""
     ranks, placement = plan.parallelism, plan.placement
     if ranks.min_nodes is None or placement is None or placement.elastic is None:
         return None
@@ -57,29 +57,31 @@ def elasticity(plan: LaunchPlan) -> Elasticity | None:
 
 
 def gang_nodes(plan: LaunchPlan, asked: int | None) -> int:
-    """Pods of an attempt. `asked`: `status.gangNodes`."""
+    """Number of pods of an attempt. `asked`: `status.gangNodes`."""
     limits = elasticity(plan)
     return plan.parallelism.nodes if limits is None else limits.clamped(asked)
 
 
 def nodes_after_failure(limits: Elasticity, nodes: int, pods: Sequence[PodView]) -> int:
-    """Nodes of the attempt after one that failed, without those that were lost or taken back.
+    """Number of nodes of the attempt after a failed one, without those that were lost or taken back.
 
-    A node that is taken back may have a successor, but the others need not wait for it. If nothing is left, all are asked for:
-    whatever comes first is taken.
+    A node that is taken back may be replaced, but the others need not wait for that. If no node is left, all are asked for, and
+    the gang starts on those that come first.
     """
     taken = len({pod.node_rank for pod in pods if pod.disruption})
     return limits.most if taken >= nodes else max(nodes - taken, limits.fewest)
 
 
 def nodes_that_came(limits: Elasticity, nodes: int, pods: Sequence[PodView], since: datetime, now: datetime) -> int | None:
-    """Nodes to start on instead, if after the wait some of the pods have no node and the others are enough; None: wait on."""
+    """Number of nodes to start on instead, if after the wait some pods have no node and the others are enough; None to wait
+    longer.
+    """
     placed = len({pod.node_rank for pod in pods if pod.scheduled is not None and pod.deletion_requested is None})
     return placed if limits.fewest <= placed < nodes and now >= since + limits.shrink_after else None
 
 
 def queued_since(status: FineTuneJobStatus, batch_job: BatchJobView) -> datetime:
-    """When a suspended Job began to wait for its queue: a gate of preflight kept it back before, or it was preempted then."""
+    """When a suspended Job began to wait for its queue: after a gate of preflight was removed, or when it was preempted."""
     prepared = find_condition(status.conditions, ConditionType.PREPARED)
     times = [batch_job.created, moment_after(prepared.last_transition_time, 0.0) if prepared is not None else None]
     times += [condition.since for condition in batch_job.conditions if condition.type == "Suspended"]
@@ -87,12 +89,14 @@ def queued_since(status: FineTuneJobStatus, batch_job: BatchJobView) -> datetime
 
 
 def nodes_to_queue_for(limits: Elasticity, nodes: int, attempts: Sequence[Attempt], since: datetime, now: datetime) -> int | None:
-    """Nodes to ask the queue for instead, if it has not admitted the gang after the wait: those that it had when it last ran, if
-    they are fewer, or else half; None: wait on.
+    """Number of nodes to ask the queue for instead, if it has not admitted the gang after the wait: as many as it had when it
+    last ran if that is fewer, else half; None to wait longer.
     """
     if nodes <= limits.fewest or now < since + limits.shrink_after:
         return None
-    had = next((one.nodes for one in reversed(_training(attempts)) if one.running_time and one.nodes is not None), nodes)
+    had = next(
+        (attempt.nodes for attempt in reversed(_training(attempts)) if attempt.running_time and attempt.nodes is not None), nodes
+    )
     return max(had if had < nodes else nodes // 2, limits.fewest)
 
 
@@ -102,40 +106,38 @@ def grows(
     attempts: Sequence[Attempt],
     now: datetime,
     *,
-    told: Progress | None,
+    progress: Progress | None,
     before: ProgressStatus | None,
 ) -> bool:
-    """Whether a running gang is to be stopped to ask for all nodes: long enough after it began, when a checkpoint has just become
-    complete, and not if it would be done within the same time.
+    """Whether a running gang is to be stopped to ask for all nodes: long enough after its start, when a checkpoint has just
+    become complete, and not if it would finish within the same time.
 
-    attempts: of the job, the running one last, once it is recorded. told: the latest progress of that one. before: what status
-    had before.
+    attempts: those of the job, ending with the running one once it is recorded. progress: the latest of the running attempt.
+    before: the progress in status.
     """
     running = _training(attempts)
-    if nodes >= limits.most or told is None or told.checkpoint_step is None:
+    if nodes >= limits.most or progress is None or progress.checkpoint_step is None:
         return False
-    if not running or running[-1].number != told.attempt:
+    if not running or running[-1].number != progress.attempt:
         return False
     known = before.checkpoint_step if before is not None else None
-    if known is None or told.checkpoint_step <= known:
+    if known is None or progress.checkpoint_step <= known:
         return False
     patience = limits.grow_after.total_seconds() * 2 ** min(_failed_tries(running), MOST_DOUBLINGS)
     due = moment_after(running[-1].running_time or running[-1].start_time, patience)
-    is_nearly_done = told.seconds_left is not None and told.seconds_left < patience
+    is_nearly_done = progress.seconds_left is not None and progress.seconds_left < patience
     return due is not None and now >= due and not is_nearly_done
 
 
 def _training(attempts: Sequence[Attempt]) -> list[Attempt]:
-    return [one for one in attempts if one.role is Role.TRAIN]
+    return [attempt for attempt in attempts if attempt.role is Role.TRAIN]
 
 
 def _failed_tries(attempts: Sequence[Attempt]) -> int:
-    """How many attempts before the last one, which runs, never ran because their nodes did not come, since another attempt failed
-    or had them all.
-    """
+    """Count the resized attempts in a row before the running one that never ran because their nodes did not come."""
     tries = 0
-    for one in reversed(attempts[:-1]):
-        if one.outcome is not AttemptOutcome.RESIZED:
+    for attempt in reversed(attempts[:-1]):
+        if attempt.outcome is not AttemptOutcome.RESIZED:
             break
-        tries += not one.running_time
+        tries += not attempt.running_time
     return tries

@@ -19,23 +19,23 @@ from finetune_operator.decide.stage import is_started, is_terminal
 from finetune_operator.decide.times import moment_after, timestamp
 
 REQUEUE_SECONDS = 30.0
-"""While the last pods end: their events wake the job, and this if one is lost."""
+"""Pause between two looks while the last pods end. Their events wake the job; this is for events that are lost."""
 
 
 def finish_succeeded(observed: Observed, result: PassResult, message: str) -> None:
-    """All stages are done."""
+    """End a job whose stages are all done."""
     _end(observed, result, True, Reason.COMPLETED, message)
 
 
 def finish_failed(observed: Observed, result: PassResult, reason: Reason, message: str) -> None:
-    """The first stage that is not done failed, and is not tried again."""
+    """End a job whose first unfinished stage has failed and is not tried again."""
     _end_stage(observed.job.status, result, reason, message)
     _end_attempt(observed, result, message)
     _end(observed, result, False, reason, message)
 
 
 def finish_cancelled(observed: Observed, result: PassResult) -> None:
-    """The user ended the job."""
+    """End a job that the user has cancelled."""
     message = "spec.run.cancel is true."
     _end_stage(observed.job.status, result, Reason.CANCELLED, message)
     _end_attempt(observed, result, "Cancelled.")
@@ -43,10 +43,10 @@ def finish_cancelled(observed: Observed, result: PassResult) -> None:
 
 
 def conclude(observed: Observed, result: PassResult) -> None:
-    """A pass over a job whose outcome is decided: finished as soon as nothing of it runs."""
+    """Finish a job whose outcome is decided, as soon as nothing of it runs."""
     succeeded = find_condition(observed.job.status.conditions, ConditionType.SUCCEEDED)
     if succeeded is not None:
-        # Another release, or anyone who edited the status, may have written a word that this one does not know.
+        # Another release, or anyone who edited the status, may have written a reason that this release does not know.
         known = next((reason for reason in Reason if reason == succeeded.reason), Reason.FAILED)
         _finish(observed, result, succeeded.status == "True", known, succeeded.message)
 
@@ -61,7 +61,7 @@ def _end(observed: Observed, result: PassResult, succeeded: bool, reason: Reason
 
 
 def _finish(observed: Observed, result: PassResult, succeeded: bool, reason: Reason, message: str) -> None:
-    """Finished, if it is certain that nothing runs: the watches may not have told of every pod of a gang that has failed.
+    """Mark the job finished if it is certain that nothing runs: the watches may not have shown every pod of a failed gang.
 
     A Job that succeeded has no other pods.
     """
@@ -96,13 +96,13 @@ def _end_attempt(observed: Observed, result: PassResult, message: str) -> None:
 
 
 def stop_running(observed: Observed, result: PassResult) -> None:
-    """Delete the Jobs that still run. What ended by itself stays for inspection, with its pods and their logs."""
+    """Delete the Jobs that still run. Jobs that ended by themselves stay for inspection, with their pods and logs."""
     for batch_job in observed.batch_jobs:
         if not ends_by_itself(batch_job, observed.pods_of_job(batch_job)):
             result.delete(batch_job)
     if observed.live is None:
         return
-    # What no watch shows: somebody has taken the label off, or deleted the Job with the policy Orphan.
+    # The live list shows what no watch does, after somebody has removed the label or deleted the Job with the policy Orphan.
     known = {batch_job.uid for batch_job in observed.batch_jobs}
     for job in observed.live.batch_jobs:
         if job.uid not in known and not job.deleting:
@@ -113,24 +113,28 @@ def stop_running(observed: Observed, result: PassResult) -> None:
 
 
 def stop_deleted(observed: Observed, result: PassResult) -> None:
-    """Somebody has deleted the job, and a finalizer holds it: soon nothing will look after what runs of it. Creates nothing."""
+    """Stop a deleted job that a finalizer holds, because soon nothing will look after what runs of it. Creates nothing."""
     stop_running(observed, result)
     running = still_running(observed)
     waits = f"Waiting until {running} has ended." if running else "Nothing of it runs any more."
-    said = f"The job is deleted, and a finalizer holds it. {waits}"
+    message = f"The job is deleted, and a finalizer holds it. {waits}"
     for kind in (ConditionType.READY, ConditionType.FINISHED):
-        result.condition(kind, False, Reason.STOPPING, said)
+        result.condition(kind, False, Reason.STOPPING, message)
     if running:
         result.requeue_after(REQUEUE_SECONDS)
 
 
 def still_running(observed: Observed) -> str:
-    """What of an ended job can still run, on which nodes; empty: nothing."""
+    """Name what can still run of an ended job, and on which nodes; empty if nothing can."""
     jobs = [f"Job {job.name}" for job in observed.batch_jobs if not ends_by_itself(job, observed.pods_of_job(job))]
     nodes = {pod.name: pod.node for pod in observed.pods if not pod.is_terminal}
     if observed.live is not None:
         nodes |= {pod.name: pod.node for pod in observed.live.running_pods}
-        jobs += [f"Job {job.name}" for job in observed.live.batch_jobs if job.uid not in {one.uid for one in observed.batch_jobs}]
+        jobs += [
+            f"Job {job.name}"
+            for job in observed.live.batch_jobs
+            if job.uid not in {batch_job.uid for batch_job in observed.batch_jobs}
+        ]
     pods = [f"pod {name} on node {node or 'unknown'}" for name, node in nodes.items()]
     return ", ".join((pods or jobs)[:4])
 
@@ -150,7 +154,7 @@ def retain(observed: Observed, result: PassResult) -> None:
         result.delete_object("Service", service_name(observed.job.name), observed.service_uid)
     for policy in observed.network_policies:
         result.delete_object("NetworkPolicy", policy.name, policy.uid)
-    # The plan last: as long as it is there, the policies, which no watch shows, are looked up.
+    # The plan goes last: while it exists, the policies, which no watch shows, are looked up.
     if observed.plan is not None:
         result.delete_object("ConfigMap", observed.plan.name, observed.plan.uid)
 

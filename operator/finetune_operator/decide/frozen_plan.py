@@ -22,7 +22,7 @@ class PlanLost:
 
 
 REMEMBERED = 64
-"""Plans that are held parsed, about 25 kB each: a plan never changes, and passes over one job follow each other."""
+"""Number of parsed plans that are kept, about 25 kB each. A plan never changes, and passes over one job follow each other."""
 _digest = lru_cache(REMEMBERED)(text_sha256)
 _read = lru_cache(REMEMBERED)(read_launch_plan)
 

@@ -23,14 +23,14 @@ _IMAGE = frozenset(
 _MOUNT_STATES = frozenset({"CreateContainerConfigError"})
 _MOUNT_EVENTS = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
 _QUOTA = "exceeded quota"
-"""How the API server's quota plugin begins its refusals."""
+"""Text by which refusals of the API server's quota plugin are recognised."""
 EVIDENCE_GRACE_SECONDS = 20
-"""How long the cause of a failure is awaited where only echoes of it are seen. A rank that saw nothing but a failed collective
+"""How long to wait for the cause of a failure while only echoes of it are seen. A rank that saw nothing but a failed collective
 lingers 15 s before it exits, so that the cause exits first; the rest is for a watch that lags behind."""
 REPORT_GRACE_SECONDS = 10
-"""How long the report of a pod that succeeded is awaited: Jobs and pods come through different watches."""
+"""How long to wait for the report of a pod that succeeded: Jobs and pods come through different watches."""
 OVERDUE_GRACE = timedelta(seconds=30)
-"""A pod may be so long over its grace period before its node is taken for lost: kubelets and clocks may be late."""
+"""How long a pod may exceed its grace period before its node counts as lost: kubelets and clocks may be late."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Pending:
     reason: Reason
     text: str
     is_capacity: bool = False
-    """Only time or somebody else's end helps: never a failure."""
+    """Whether it waits for capacity, which is never a failure: only time or the end of other pods helps."""
     failure: FailureClass = FailureClass.UNKNOWN
-    """What it is once it has lasted too long."""
+    """The failure class once it has lasted too long."""
 
     @property
     def needs_attention(self) -> bool:
-        """Whether it is told at once: somebody may have to do something."""
+        """Whether to report it at once, because somebody may have to act."""
         return self.reason is not Reason.WAITING_FOR_PODS
 
 
@@ -56,34 +56,38 @@ def is_quota(message: str) -> bool:
 
 
 def pending(batch_job: BatchJobView, pods: tuple[PodView, ...], num_pods: int) -> Pending:
-    """What the Job of so many pods waits for; the worst first."""
+    """Return the worst reason for which the Job of so many pods waits."""
     started = len({pod.node_rank for pod in pods if pod.started is not None or pod.is_terminal})
-    said = f"{started} of {num_pods} pods have started."
+    progress = f"{started} of {num_pods} pods have started."
     waiting = [pod for pod in pods if pod.started is None and not pod.is_terminal]
-    troubles = [found for found in (_start_problem(pod, said) for pod in waiting) if found is not None]
-    if troubles:
-        return min(troubles, key=lambda one: one.is_capacity)
+    problems = [problem for problem in (_start_problem(pod, progress) for pod in waiting) if problem is not None]
+    if problems:
+        return min(problems, key=lambda problem: problem.is_capacity)
     if len(waiting) + started < num_pods:
         refused = [text for text in batch_job.events if text.startswith("FailedCreate")]
         if refused:
             quota = is_quota(refused[-1])
-            return Pending(Reason.CREATE_REFUSED, f"{said} {refused[-1]}", is_capacity=quota, failure=FailureClass.ADMISSION)
+            return Pending(Reason.CREATE_REFUSED, f"{progress} {refused[-1]}", is_capacity=quota, failure=FailureClass.ADMISSION)
     # That a pod is pending says nothing new, and would cost a status write for each of a thousand jobs.
-    causes = (f"{said} {pod.name}: {_latest(pod) or pod.waiting_reason}" for pod in waiting if pod.events or pod.waiting_reason)
-    return Pending(Reason.WAITING_FOR_PODS, next(causes, said))
+    causes = (
+        f"{progress} {pod.name}: {_latest(pod) or pod.waiting_reason}" for pod in waiting if pod.events or pod.waiting_reason
+    )
+    return Pending(Reason.WAITING_FOR_PODS, next(causes, progress))
 
 
-def _start_problem(pod: PodView, said: str) -> Pending | None:
+def _start_problem(pod: PodView, progress: str) -> Pending | None:
     if pod.unschedulable:
-        return Pending(Reason.UNSCHEDULABLE, f"{said} {pod.name}: {pod.unschedulable}", is_capacity=True)
+        return Pending(Reason.UNSCHEDULABLE, f"{progress} {pod.name}: {pod.unschedulable}", is_capacity=True)
     place = f"{pod.name} on node {pod.node or 'unknown'}"
     if pod.waiting_reason in _IMAGE:
         pulls = [text for text in pod.events if "pull" in text and "image" in text and "BackOff" not in text]
-        text = f"{said} {place}: {pod.waiting_reason}. {pod.waiting_message or (pulls[-1] if pulls else _latest(pod))}".rstrip()
+        text = (
+            f"{progress} {place}: {pod.waiting_reason}. {pod.waiting_message or (pulls[-1] if pulls else _latest(pod))}".rstrip()
+        )
         return Pending(Reason.IMAGE_PULL_FAILED, text, failure=FailureClass.IMAGE_PULL)
     mounts = [text for text in pod.events if text.startswith(_MOUNT_EVENTS)]
     if mounts or pod.waiting_reason in _MOUNT_STATES:
-        text = f"{said} {place}: {mounts[-1] if mounts else _latest(pod) or pod.waiting_reason}"
+        text = f"{progress} {place}: {mounts[-1] if mounts else _latest(pod) or pod.waiting_reason}"
         return Pending(Reason.MOUNT_FAILED, text, failure=FailureClass.MOUNT)
     return None
 
@@ -115,12 +119,12 @@ class JobState:
     failure: Failure | None = None
     """Set where the state is FAILED or LOST."""
     pending: Pending | None = None
-    """What the pods wait for; set where the state is QUEUED or WAITING."""
+    """Why not every pod has started; set where the state is QUEUED or WAITING."""
     requeue_at: datetime | None = None
 
     @property
     def report(self) -> TerminationReport | None:
-        """What the pod of node rank 0 reported at its successful end."""
+        """The report of the pod of node rank 0 at its successful end."""
         for pod in self.pods:
             if pod.node_rank == 0 and pod.is_terminal and pod.termination_message:
                 report = parse_envelope(pod.termination_message)
@@ -145,14 +149,14 @@ def job_state(observed: Observed, role: Role, attempt: int, num_pods: int, *, wa
         return _succeeded(job, pods, now)
     failed = job.has("Failed", "FailureTarget")
     if job.suspended and not failed:
-        said = job.queue or "A queue holds the Job back until there is room for it."
-        return JobState(State.QUEUED, job, pods, pending=Pending(Reason.QUEUED, said, is_capacity=True))
+        message = job.queue or "A queue holds the Job back until there is room for it."
+        return JobState(State.QUEUED, job, pods, pending=Pending(Reason.QUEUED, message, is_capacity=True))
     broken = [pod for pod in pods if _broke(pod)]
     if failed or broken:
         return _failed(job, pods, num_pods, now)
-    lost = [one for one in failures_of(pods) if one.failure is FailureClass.NODE_LOST]
+    lost = [failure for failure in failures_of(pods) if failure.failure is FailureClass.NODE_LOST]
     if lost:
-        # Nobody else will say so: the pod's phase stays Running, and the Job waits for it without end.
+        # No other component reports this: the pod's phase stays Running, and the Job waits for it forever.
         return JobState(State.FAILED, job, pods, failure=classify(pods, FailureClass.NODE_LOST, lost[0].message))
     started = {pod.node_rank for pod in pods if pod.started is not None or pod.is_terminal}
     if len(started) < num_pods:
@@ -162,8 +166,8 @@ def job_state(observed: Observed, role: Role, attempt: int, num_pods: int, *, wa
 
 
 def late_to_start(observed: Observed, now: datetime) -> BatchJobView | None:
-    """The Job whose pods have not all started in time, by what is known of them. That is looked up before they are given up:
-    watches may be late, and it can be the end of the FineTuneJob.
+    """Return the Job whose pods seem not to have started in time. They are read again before they are given up, because watches
+    may be late and this can end the FineTuneJob.
     """
     status, spec = observed.job.status, observed.job.spec
     role = current_role(status)
@@ -171,17 +175,17 @@ def late_to_start(observed: Observed, now: datetime) -> BatchJobView | None:
     job = observed.batch_job(role, attempt)
     if job is None or spec is None or spec.run.suspend or observed.job.deleting or is_ended(status):
         return None
-    found = job_state(observed, role, attempt, job.parallelism or 1, was_seen=True, now=now)
-    if found.state is not State.WAITING or found.pending is None or found.pending.is_capacity:
+    current = job_state(observed, role, attempt, job.parallelism or 1, was_seen=True, now=now)
+    if current.state is not State.WAITING or current.pending is None or current.pending.is_capacity:
         return None
-    deadline = startup_deadline(spec.run, job, found.pods)
+    deadline = startup_deadline(spec.run, job, current.pods)
     return job if deadline is not None and now >= deadline else None
 
 
 def _belongs_to_earlier_life(pod: PodView, start: datetime | None) -> bool:
     """Whether a suspension ended this pod. Only times of the API server are compared: a node's clock may be behind.
 
-    The Job controller takes the start away when it suspends a Job, and sets it again some moments after somebody lets the Job go.
+    The Job controller removes the start time when it suspends a Job, and sets it again some moments after the Job is resumed.
     """
     if start is None:
         return pod.gone or pod.deletion_requested is not None
@@ -189,7 +193,7 @@ def _belongs_to_earlier_life(pod: PodView, start: datetime | None) -> bool:
 
 
 def _marked_if_overdue(pod: PodView, now: datetime) -> PodView:
-    """A pod that was to be gone and is not is on a node that does not answer."""
+    """Mark a pod that should be gone but is still there, because its node does not answer."""
     if pod.is_terminal or pod.disruption in NODE_LOST or pod.deletion_due is None or now < pod.deletion_due + OVERDUE_GRACE:
         return pod
     return replace(pod, disruption=OVERDUE)
@@ -202,7 +206,7 @@ def ends_by_itself(batch_job: BatchJobView, pods: tuple[PodView, ...]) -> bool:
 
 
 def _broke(pod: PodView) -> bool:
-    """Whether a pod failed by itself. A deleted one may be the Job controller's doing: there the Job's condition tells."""
+    """Whether a pod failed by itself. A deleted pod may be the Job controller's doing, which the Job's condition shows."""
     if pod.gone or pod.deletion_requested is not None:
         return False
     return pod.phase == "Failed" or (pod.exit_code is not None and pod.exit_code != 0)
@@ -210,7 +214,7 @@ def _broke(pod: PodView) -> bool:
 
 def _succeeded(job: BatchJobView, pods: tuple[PodView, ...], now: datetime) -> JobState:
     done = JobState(State.SUCCEEDED, job, pods)
-    since = next((one.since for one in job.conditions if one.type in ("Complete", "SuccessCriteriaMet")), None)
+    since = next((condition.since for condition in job.conditions if condition.type in ("Complete", "SuccessCriteriaMet")), None)
     if done.report is not None or since is None:
         return done
     until = since + timedelta(seconds=REPORT_GRACE_SECONDS)
@@ -218,7 +222,7 @@ def _succeeded(job: BatchJobView, pods: tuple[PodView, ...], now: datetime) -> J
 
 
 def _failed(job: BatchJobView, pods: tuple[PodView, ...], num_pods: int, now: datetime) -> JobState:
-    target = next((one for one in job.conditions if one.type in ("FailureTarget", "Failed")), None)
+    target = next((condition for condition in job.conditions if condition.type in ("FailureTarget", "Failed")), None)
     disrupted = target is not None and target.reason == "PodFailurePolicy"
     failure = classify(
         pods,
@@ -230,10 +234,12 @@ def _failed(job: BatchJobView, pods: tuple[PodView, ...], num_pods: int, now: da
         return JobState(State.FAILED, job, pods, failure=failure)
     if len({pod.node_rank for pod in pods if pod.is_terminal}) >= num_pods:
         return JobState(State.FAILED, job, pods, failure=failure)
-    signs = [one.time for one in known] + ([target.since] if target is not None and target.since is not None else [])
+    signs = [pod_failure.time for pod_failure in known] + (
+        [target.since] if target is not None and target.since is not None else []
+    )
     until = min(signs, default=now) + timedelta(seconds=EVIDENCE_GRACE_SECONDS)
-    # A pod that does not end when it is told to is on a lost node, and that is the cause. Nothing is lost by waiting: the next
-    # attempt has to wait for this pod as well.
+    # A pod that does not end when asked to is on a lost node, and that is the cause. Nothing is lost by waiting: the next attempt
+    # has to wait for this pod as well.
     due = [pod.deletion_due for pod in pods if pod.deletion_due is not None and not pod.is_terminal]
     until = max([until, *(moment + OVERDUE_GRACE for moment in due)])
     if now >= until or not signs:

@@ -1,4 +1,4 @@
-"""Everything that one reconcile pass may look at: frozen plain data, gathered by `cluster.gather`, or made by a test.
+"""Everything that one reconcile pass may look at, as frozen plain data gathered by `cluster.gather`.
 
 Children are listed only when their controller owner reference has the UID of the job. Objects that carry a child's name but
 belong to somebody else are in `Observed.conflicts`. Times are aware and in UTC.
@@ -39,12 +39,12 @@ class JobView:
     spec: FineTuneJobSpec | None
     """None where the manifest does not parse."""
     spec_error: str = ""
-    """What the parser said, one line per wrong field."""
+    """The parser's message, one line per wrong field."""
     status: FineTuneJobStatus = field(default_factory=FineTuneJobStatus)
     deleting: bool = False
-    """Somebody has deleted it, and a finalizer holds it."""
+    """Whether somebody has deleted it and a finalizer holds it."""
     orphaning: bool = False
-    """With the policy Orphan: what it owns is to stay."""
+    """Whether it was deleted with the policy Orphan, so that what it owns stays."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ProfileView:
     spec: FineTuneProfileSpec | None = None
     """None where it does not exist or does not parse."""
     error: str = ""
-    """What the parser said; empty where the profile does not exist."""
+    """The parser's message; empty where the profile does not exist."""
 
 
 @dataclass(frozen=True)
@@ -103,38 +103,40 @@ class Observed:
     job: JobView
     profile: ProfileView
     namespace: NamespaceView | None = None
-    """Read if the profile has a `namespaceSelector` and nothing has begun."""
+    """It is read if the profile has a `namespaceSelector` and nothing has begun."""
     operator_namespace: str = ""
-    """Where the operator runs, which asks rank 0 for its progress."""
+    """Namespace of the operator, which asks rank 0 for its progress."""
     batch_jobs: tuple[BatchJobView, ...] = ()
     pods: tuple[PodView, ...] = ()
     plan: ConfigMapView | None = None
     service_uid: str = ""
-    """Of the gang's Service; empty: there is none that is ours."""
+    """UID of the gang's Service; empty if there is none of ours."""
     network_policies: tuple[PolicyView, ...] = ()
-    """Looked up if `decide.finish.has_expired` says so."""
+    """They are looked up if `decide.finish.has_expired` says so."""
     claims: frozenset[str] = frozenset()
-    """Of the claims in `children.claims.claims_named_by(spec, job name)`, the names of those that exist; of the one that the
-    template makes, before anything has begun, only if it stays."""
+    """Names of the existing claims among `children.claims.claims_named_by(spec, job name)`. Before anything has begun, the
+    claim that is made from the template counts only if it stays."""
     vanishing: tuple[str, ...] = ()
-    """`Kind/name` of objects of an earlier job of this name that have the name of a child and go: they are being deleted, or the
-    garbage collector will come to them."""
+    """`Kind/name` of objects of an earlier job of this name that have the name of a child and will go away: they are being
+    deleted, or the garbage collector will delete them."""
     conflicts: tuple[str, ...] = ()
-    """`Kind/name` of other objects that have the name of a child and are not ours, as creates met them. Looked up again
-    in every pass (they may be removed), since nothing is created while there is one."""
+    """`Kind/name` of other objects that have the name of a child and are not ours, as creates found them. They are looked up
+    again in every pass, because nothing is created while there is one."""
     live: LiveChildren | None = None
-    """Listed whenever `decide.stage.needs_live_list` says so; None: not listed, so no Job of a later attempt is created."""
+    """Result of a live list, made whenever `decide.blocked.needs_live_list` says so; None if there was none, and then no Job of
+    a later attempt is created."""
     refused: RefusedWrite | None = None
     """The write of a child that the API server refused in an earlier pass, until one has succeeded."""
     line: PlaceInLine | None = None
-    """None: the profile sets no limit."""
+    """None if the profile sets no limit."""
     too_complex: bool = False
-    """Judging this generation of the job took more CPU than a pass may take: before the start it is refused unread."""
+    """Whether judging this generation of the job took more CPU time than a pass may take; before its start such a job is
+    refused unread."""
     nodes: tuple[NodeView, ...] = ()
-    """Those that `decide.device_faults.nodes_in_question` names."""
+    """The nodes that `decide.device_faults.nodes_in_question` names."""
     waiting_in_queue: int | None = None
-    """Workloads that wait in the ClusterQueue of training, looked up if `decide.train_stage.queue_of_growth` names its queue;
-    None: not looked up, or not known."""
+    """Number of Workloads that wait in the ClusterQueue of training, looked up if `decide.train_stage.queue_of_growth` names
+    its queue; None if not looked up or not known."""
     progress: Progress | None = None
     """Latest progress of rank 0, given only when it is due to be written; None leaves the status as it is."""
 

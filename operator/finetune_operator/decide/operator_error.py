@@ -1,7 +1,7 @@
-"""What a job says while the passes over it fail. No pass can say so itself, so this works on the status as it is stored.
+"""Reports in a job's status that the passes over it fail. No pass can report that itself, so this works on the stored status.
 
-`Ready` has the reason `OperatorError` from the eighth failure in a row on, about a minute. It stays until a pass has gone well to
-its end: a pass that writes status and fails after that would otherwise take the message back each time.
+`Ready` has the reason `OperatorError` from the eighth failure in a row on, after about a minute. It stays until a pass has
+succeeded completely: otherwise a pass that writes status and fails after that would remove the message each time.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from finetune_job.finding import MAX_TEXT_LENGTH
 from finetune_job.reasons import STAGES, ConditionType, Reason
 
 FAILURES_BEFORE_TOLD = 8
-"""Passes that fail in a row before the job says so: less is an API server that is being replaced."""
+"""Failed passes in a row before the job's status reports them: fewer happen while an API server is replaced."""
 _NOT_BEGUN = (Reason.NOT_OBSERVED, Reason.PENDING)
 
 
 def with_operator_error(status: Mapping[str, Any], generation: int, now: str, words: str) -> dict[str, Any] | None:
-    """The part of a stored status that tells of the error; None: it is told already, or the job has ended.
+    """Return the part of a stored status that reports the error; None if it does already, or if the job has ended.
 
-    What is not understood of the status stays: it may be what the passes fail over.
+    Parts of the status that are not understood stay: they may be why the passes fail.
     """
-    stored = [one for one in status.get("conditions") or () if isinstance(one, Mapping)]
-    by_type = {one.get("type"): one for one in stored}
+    stored = [condition for condition in status.get("conditions") or () if isinstance(condition, Mapping)]
+    by_type = {condition.get("type"): condition for condition in stored}
     before = by_type.get(ConditionType.READY, {})
     if before.get("reason") == Reason.OPERATOR_ERROR or by_type.get(ConditionType.FINISHED, {}).get("status") == "True":
         return None
-    said = {
+    ready = {
         "type": str(ConditionType.READY),
         "status": "False",
         "reason": str(Reason.OPERATOR_ERROR),
@@ -37,41 +37,43 @@ def with_operator_error(status: Mapping[str, Any], generation: int, now: str, wo
         "observedGeneration": generation,
         "lastTransitionTime": before.get("lastTransitionTime", now) if before.get("status") == "False" else now,
     }
-    others = stored or [one.model_dump(mode="json", by_alias=True) for one in initial_conditions(generation=generation, now=now)]
+    others = stored or [
+        condition.model_dump(mode="json", by_alias=True) for condition in initial_conditions(generation=generation, now=now)
+    ]
     if before or not stored:
-        conditions = [said if one.get("type") == ConditionType.READY else dict(one) for one in others]
+        conditions = [ready if condition.get("type") == ConditionType.READY else dict(condition) for condition in others]
     else:
-        conditions = [*map(dict, others), said]
+        conditions = [*map(dict, others), ready]
     return {"conditions": conditions}
 
 
 def is_told(status: FineTuneJobStatus) -> bool:
-    """Whether the status tells of an error of the operator."""
+    """Whether the status reports an error of the operator."""
     ready = find_condition(status.conditions, ConditionType.READY)
     return ready is not None and ready.reason == Reason.OPERATOR_ERROR
 
 
 def with_error_kept(before: FineTuneJobStatus, after: FineTuneJobStatus | None) -> FineTuneJobStatus | None:
-    """What a pass may write of `after` while it is not known whether it ends well; None: nothing."""
-    told = find_condition(before.conditions, ConditionType.READY)
-    if after is None or told is None or not is_told(before) or is_condition_true(after.conditions, ConditionType.FINISHED):
+    """Return what a pass may write of `after` before it is known whether the pass succeeds; None if nothing."""
+    ready = find_condition(before.conditions, ConditionType.READY)
+    if after is None or ready is None or not is_told(before) or is_condition_true(after.conditions, ConditionType.FINISHED):
         return after
-    conditions = [told if one.type is ConditionType.READY else one for one in after.conditions]
+    conditions = [ready if condition.type is ConditionType.READY else condition for condition in after.conditions]
     kept = after.model_copy(update={"conditions": conditions})
     return None if kept == before else kept
 
 
 def ready_without_error(conditions: Sequence[Condition]) -> tuple[ConditionValue, Reason, str]:
-    """Status, reason and message of `Ready` by what else is said, for a pass that has no word of its own for it."""
+    """Derive status, reason and message of `Ready` from the other conditions, for a pass that does not set it."""
     for kind in (ConditionType.STALLED, ConditionType.SUSPENDED):
-        found = find_condition(conditions, kind)
-        if found is not None and found.status == "True":
-            return False, Reason(found.reason), found.message
+        condition = find_condition(conditions, kind)
+        if condition is not None and condition.status == "True":
+            return False, Reason(condition.reason), condition.message
     ended = find_condition(conditions, ConditionType.SUCCEEDED)
     if ended is not None and ended.status != "Unknown":
         return False, Reason(ended.reason), ""
     stages = (find_condition(conditions, kind) for kind in STAGES)
-    current = next((one for one in stages if one is not None and one.status != "True"), None)
+    current = next((stage for stage in stages if stage is not None and stage.status != "True"), None)
     if current is None or current.reason in _NOT_BEGUN:
         return None, Reason.NOT_OBSERVED, ""
     return False, Reason(current.reason), current.message

@@ -1,7 +1,7 @@
 """The actions of one pass while they are being decided, and findings as status shows them.
 
-Stages say what they want; nothing is compared before the end, so that a condition that is said twice in a pass flips at most
-once, and a pass that changes nothing writes nothing.
+Stages request what they want. Nothing is compared before the end, so that a condition that is set twice in a pass changes at
+most once, and a pass that changes nothing writes nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from finetune_operator.decide.times import timestamp
 EVENT_LIMIT = 1024
 """Characters of an event's message."""
 EVENTS_OF_FINDINGS = 16
-"""So many findings are told as events in one pass; status holds all of them."""
+"""Number of findings that one pass reports as events; status holds all of them."""
 FINDINGS_LIMIT = 64
-"""Findings that status holds."""
+"""Number of findings that status holds at most."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class PassResult:
         self._values.update(values)
 
     def find(self, findings: Sequence[Finding]) -> None:
-        """Set what was found. Each finding that is new for this generation of the job becomes an event."""
+        """Set the findings. Each finding that is new for this generation of the job becomes an event."""
         self.set(findings=list(findings))
 
     def has_value(self, name: str) -> bool:
@@ -59,11 +59,11 @@ class PassResult:
         return name in self._values
 
     def condition(self, kind: ConditionType, status: ConditionValue, reason: Reason, message: str = "") -> None:
-        """Set a condition; said again in the same pass, the last word counts."""
+        """Set a condition. If a pass sets it twice, the last call counts."""
         self._conditions[kind] = (status, reason, message[:MAX_TEXT_LENGTH])
 
     def stall(self, reason: Reason, message: str) -> None:
-        """Nothing continues until a human acts. Emits an event when this is news."""
+        """Stall the job until a human acts. Emits an event unless it was stalled for this reason before."""
         before = find_condition(self.job.status.conditions, ConditionType.STALLED)
         if before is None or before.status != "True" or before.reason != reason:
             self.emit("Warning", reason, message)
@@ -86,8 +86,8 @@ class PassResult:
         self._deletes[(kind, name)] = Delete(kind, name, uid, force)
 
     def ungate(self, batch_job: BatchJobView, gate: str) -> None:
-        """Take a gate off a batch Job; those of others stay."""
-        remaining = tuple(one for one in batch_job.admission_gates if one != gate)
+        """Remove a gate from a batch Job; other gates stay."""
+        remaining = tuple(other for other in batch_job.admission_gates if other != gate)
         self._ungates.append(Ungate(batch_job.name, batch_job.uid, remaining))
 
     def relabel(self, pod: PodView, attempt: int) -> None:
@@ -114,10 +114,10 @@ class PassResult:
         self.requeue_after((moment - self.now).total_seconds())
 
     def actions(self) -> Actions:
-        """What was decided."""
+        """Return the actions that were decided."""
         status = self._status()
         news = self._news()
-        # What a stage wanted before it came to the end of the job.
+        # A stage may have requested creates before the job ended.
         creates = () if is_ended(status) else tuple(self._creates)
         return Actions(
             status=None if status == self.job.status else status,
@@ -133,8 +133,8 @@ class PassResult:
     def _news(self) -> tuple[Finding, ...]:
         before = self.job.status
         is_judged_before = before.observed_generation == self.job.generation
-        known = {(one.rule, one.field) for one in before.findings} if is_judged_before else set()
-        return tuple(one for one in self._values.get("findings", ()) if (one.rule, one.field) not in known)
+        known = {(finding.rule, finding.field) for finding in before.findings} if is_judged_before else set()
+        return tuple(finding for finding in self._values.get("findings", ()) if (finding.rule, finding.field) not in known)
 
     def _status(self) -> FineTuneJobStatus:
         before = self.job.status

@@ -1,4 +1,4 @@
-"""How long each phase of a job took, as far as its status tells."""
+"""Durations of a job's phases, as far as its status shows them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from finetune_job.reasons import STAGES, ConditionType, Reason
 from finetune_operator.decide.times import moment_after
 
 FIRST_STEP = "first_step"
-"""From the start of the job to the first optimizer step."""
+"""The time from the start of the job to the first optimizer step."""
 PHASES = ("pending", "fetch", "preflight", "queue", "schedule", "startup", "pull", "train", "merge", "publish", FIRST_STEP)
 
 
 def phase_seconds(status: FineTuneJobStatus, created: datetime | None) -> dict[str, float]:
-    """Seconds of each phase whose beginning and end the status tells, by the names of `PHASES`."""
+    """Seconds of each phase whose beginning and end are in the status, by the names of `PHASES`."""
     done = {kind: _time_of(status, kind) for kind in STAGES}
-    skipped = {kind for kind in STAGES if (one := find_condition(status.conditions, kind)) and one.reason == Reason.SKIPPED}
+    skipped = {
+        kind for kind in STAGES if (condition := find_condition(status.conditions, kind)) and condition.reason == Reason.SKIPPED
+    }
     start = _seconds(status.start_time)
-    first = next((one for one in status.attempts if one.role is Role.TRAIN), None)
+    first = next((attempt for attempt in status.attempts if attempt.role is Role.TRAIN), None)
     released = _seconds(first.start_time) if first is not None else None
     scheduled = _seconds(first.scheduled_time) if first is not None else None
     prepared = _seconds(first.prepared_time) if first is not None else None
@@ -33,7 +35,7 @@ def phase_seconds(status: FineTuneJobStatus, created: datetime | None) -> dict[s
         "preflight": (done[ConditionType.FETCHED], done[ConditionType.PREPARED]),
         "queue": (done[ConditionType.PREPARED], released),
         "schedule": (released, scheduled),
-        # Volumes and network; a kubelet that does not tell them apart from the pull leaves both here.
+        # Volumes and network; a kubelet that does not report the pull separately has it here, too.
         "startup": (scheduled, running if prepared is None else prepared),
         "pull": (prepared, running),
         "train": (running, trained),

@@ -1,5 +1,5 @@
-"""The stages before training, without an accelerator: fetch copies model and data to the workspace, preflight looks at the
-real model and data.
+"""The stages before training, without an accelerator: fetch copies model and data to the workspace, preflight checks the real
+model and data.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ def fetch_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
     """One pass while something is still to be fetched. Returns whether the next stage may begin."""
     stage = RoleStage(observed, result, Role.FETCH)
 
-    def succeeded(found: JobState) -> bool:
-        result.condition(ConditionType.FETCHED, True, Reason.COMPLETED, found.report.message if found.report is not None else "")
+    def succeeded(current: JobState) -> bool:
+        result.condition(
+            ConditionType.FETCHED, True, Reason.COMPLETED, current.report.message if current.report is not None else ""
+        )
         return True
 
     return stage.drive(
@@ -51,13 +53,13 @@ REHEARSED: dict[str, tuple[bool, Reason]] = {
     "Failed": (False, Reason.REHEARSAL_FAILED),
     "Skipped": (False, Reason.SKIPPED),
 }
-"""By the verdict that preflight reports."""
+"""Status and reason of the condition, by the verdict that preflight reports."""
 _REHEARSAL_FINDINGS = ("rehearsal-failed", "rehearsal-not-done")
 _CHOICES = TypeAdapter(tuple[Choice, ...])
 _LEFT_TO_PREFLIGHT = "null"
 """Value of a choice that is still to be made."""
 _NUMBER = re.compile(r"[0-9]{1,18}")
-"""Bytes, as many as a 64-bit number holds."""
+"""A number of bytes that fits into 64 bits."""
 
 
 def preflight_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
@@ -69,22 +71,22 @@ def preflight_stage(observed: Observed, result: PassResult, run: FrozenRun) -> b
         return False
     return stage.drive(
         lambda: preflight_job(run, stage.attempt, renewed_resources(observed, Role.PREFLIGHT)),
-        lambda found: _preflight_succeeded(observed, result, run, found),
+        lambda current: _preflight_succeeded(observed, result, run, current),
         lambda failure: _preflight_refused(observed, result, failure),
     )
 
 
 def _may_queue_training(observed: Observed, run: FrozenRun) -> bool:
-    """Whether training is still to take its place in the queue. If the API server refuses that, training comes to the queue after
-    preflight, and then the refusal is told.
+    """Whether to queue training during preflight. If the API server refuses that, training is queued after preflight, and the
+    refusal is reported then.
     """
     wanted = run.placement.queue_during_preflight and run.placement.pods.train.queue_name is not None
     is_there = observed.batch_job(Role.TRAIN, attempt_of(observed.job.status, Role.TRAIN)) is not None
     return wanted and not is_there and observed.refused is None
 
 
-def _preflight_succeeded(observed: Observed, result: PassResult, run: FrozenRun, found: JobState) -> bool:
-    status, report = observed.job.status, found.report
+def _preflight_succeeded(observed: Observed, result: PassResult, run: FrozenRun, current: JobState) -> bool:
+    status, report = observed.job.status, current.report
     facts: Mapping[str, str] = report.facts if report is not None else {}
     _set_memory(result, facts)
     _set_rehearsal(result, facts, report.findings if report is not None else ())
@@ -108,40 +110,42 @@ def _preflight_succeeded(observed: Observed, result: PassResult, run: FrozenRun,
 
 
 def _refusal(run: FrozenRun, report: TerminationReport | None) -> Failure | None:
-    """Why the job is refused although preflight's container ended well; None: it is not."""
+    """Why the job is refused although preflight's container succeeded; None if it is not refused."""
     if report is not None and report.outcome is Outcome.REFUSED:
         return Failure(FailureClass.USER_CONFIG, report.message, report.hint, findings=tuple(report.findings))
     rehearsal = report.facts.get("rehearsal", "") if report is not None else ""
     if not run.placement.requires_rehearsal or rehearsal == _PASSED:
         return None
-    # A trainer image of an earlier release does not know that it has to.
+    # A trainer image of an earlier release does not know that a rehearsal is required.
     finding = rehearsal_required(run.placement.profile, rehearsal if rehearsal in REHEARSED else "not known")
     return Failure(FailureClass.USER_CONFIG, finding.message, finding.fix, findings=(finding,))
 
 
 def _set_rehearsal(result: PassResult, facts: Mapping[str, str], findings: Sequence[Finding]) -> None:
-    """How it went, by the word of preflight's container."""
+    """Set the condition of the rehearsal from the report of preflight's container."""
     verdict = facts.get("rehearsal", "")
     is_passed, reason = REHEARSED.get(verdict, (None, Reason.NOT_OBSERVED))
     since = facts.get("rehearsal_kept_since", "")
     if is_passed:
-        said = f"Passed on this claim before, at {since}." if since else f"Passed in {facts.get('rehearsal_seconds', '?')} s."
+        message = f"Passed on this claim before, at {since}." if since else f"Passed in {facts.get('rehearsal_seconds', '?')} s."
     elif reason is Reason.SKIPPED:
-        said = "spec.preflight.rehearsal is Skip."
+        message = "spec.preflight.rehearsal is Skip."
     elif reason is Reason.NOT_OBSERVED:
-        said = "Preflight did not say."
+        message = "Preflight did not say."
     else:
-        said = next((finding.message for finding in findings if finding.rule in _REHEARSAL_FINDINGS), "")
-    result.condition(ConditionType.REHEARSED, is_passed, reason, said)
+        message = next((finding.message for finding in findings if finding.rule in _REHEARSAL_FINDINGS), "")
+    result.condition(ConditionType.REHEARSED, is_passed, reason, message)
 
 
 def _with_choices(choices: list[PlanChoice], facts: Mapping[str, str]) -> list[PlanChoice]:
-    """With what preflight chose of what is still open. What a container says may be no choice, or of another field."""
+    """Fill in the open choices with those of preflight. A container may report something that is not a choice, or a choice of
+    another field.
+    """
     chosen: dict[str, PlanChoice] = {}
     for fact in (f"[{facts.get('resharding', '')}]", facts.get("batches", "")):
         with suppress(ValidationError):
-            chosen |= {one.field: plan_choice(one) for one in _CHOICES.validate_json(fact)}
-    return [chosen.get(one.field, one) if one.value == _LEFT_TO_PREFLIGHT else one for one in choices]
+            chosen |= {choice.field: plan_choice(choice) for choice in _CHOICES.validate_json(fact)}
+    return [chosen.get(choice.field, choice) if choice.value == _LEFT_TO_PREFLIGHT else choice for choice in choices]
 
 
 def _preflight_refused(observed: Observed, result: PassResult, failure: Failure) -> bool:
@@ -152,7 +156,7 @@ def _preflight_refused(observed: Observed, result: PassResult, failure: Failure)
 
 
 def _set_memory(result: PassResult, facts: Mapping[str, str]) -> None:
-    """Record what preflight says of it, if anything. Facts are a container's: what should be a number may be none."""
+    """Record preflight's estimate of the memory, if there is one. It comes from a container, so it may not be a number."""
     estimate, limit = facts.get("memory_estimate", ""), facts.get("memory_limit", "")
     if _NUMBER.fullmatch(estimate):
         result.set(memory=MemoryStatus(estimate=int(estimate), limit=int(limit) if _NUMBER.fullmatch(limit) else None))

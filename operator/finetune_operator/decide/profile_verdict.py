@@ -1,4 +1,4 @@
-"""What a FineTuneProfile says of itself: whether jobs can name it, in the words that such a job has, too."""
+"""The status of a FineTuneProfile: whether jobs can name it, with the same messages as in the status of such a job."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from finetune_operator.decide.observed import NamespaceView, ProfileView
 
 
 def invalid_profile(profile: ProfileView) -> str:
-    """Why a profile that is not valid is not."""
+    """Explain why a profile is not valid."""
     return f"FineTuneProfile {profile.name!r} is not valid: {profile.error}"
 
 
 def refused_namespace(profile: ProfileView, name: str, namespace: NamespaceView | None) -> str:
-    """Why jobs of the namespace may not name a valid profile; empty if they may. `namespace`: its labels, if the profile asks."""
+    """Why jobs of the namespace may not name a valid profile; empty if they may. `namespace`: its labels, if the profile
+    selects by them.
+    """
     if profile.spec is None or profile.spec.allows_namespace(name):
         return _refused_by_labels(profile, name, namespace or NamespaceView(error="it was not read"))
     return (

@@ -13,7 +13,7 @@ from finetune_operator.decide.times import timestamp
 
 
 def progress_status(progress: Progress, before: ProgressStatus | None, now: datetime) -> ProgressStatus:
-    """What is copied into status; numbers with a fraction as text of six digits."""
+    """Convert progress to its form in status, where fractional numbers are texts of six digits."""
     advanced = before is None or before.step != progress.step or not before.advanced_time
     first = before.first_step_time if before is not None else ""
     return ProgressStatus(
@@ -34,7 +34,7 @@ def progress_status(progress: Progress, before: ProgressStatus | None, now: date
 
 
 def progress_of_facts(facts: Mapping[str, str], attempt: int) -> Progress | None:
-    """The last word on progress: the facts of the training pod's report that carry the names of `Progress`."""
+    """Read the final progress from the facts of the training pod's report; None if they do not have it."""
     try:
         return Progress.model_validate({**facts, "attempt": attempt})
     except ValidationError:

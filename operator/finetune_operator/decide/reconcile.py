@@ -1,8 +1,9 @@
 """`reconcile(observed, now) -> Actions`: the whole of the operator's judgement, as a pure function.
 
-Level-based: it reads what is there and never how it came about, so that a pass may be repeated, lost, or cut off between any
-two of its effects. Called by the worker for every key on its queue. The order of the questions below is the order of
-precedence: an end is final, a deletion beats a cancellation, that beats a suspension, and a suspension beats every trouble.
+It is level-based: it reads what is there and not how it came about, so that a pass may be repeated, lost, or cut off between
+any two of its effects. The worker calls it for every key of its queue. The order of the questions below is the order of
+precedence: an end is final, a deletion beats a cancellation, a cancellation beats a suspension, and a suspension beats every
+problem.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _STAGES = {
 
 
 def reconcile(observed: Observed, now: datetime) -> Actions:
-    """What is to be done about one FineTuneJob. `now`: aware, UTC."""
+    """Decide what to do about one FineTuneJob. `now`: aware, UTC."""
     job = observed.job
     result = PassResult(job, now)
     if job.orphaning or (job.deleting and not is_started(job.status)):
@@ -77,7 +78,7 @@ def _before_the_first_child(observed: Observed, result: PassResult) -> None:
 
 
 def _reconcile_started(observed: Observed, result: PassResult) -> None:
-    """A started job that nobody holds back."""
+    """Continue a started job that is not suspended."""
     job = observed.job
     deadline = active_deadline(job.spec.run, job.status) if job.spec is not None else None
     if deadline is not None:
@@ -104,7 +105,7 @@ def _reconcile_started(observed: Observed, result: PassResult) -> None:
 
 
 def _run_stages(observed: Observed, result: PassResult, run: FrozenRun) -> None:
-    """The first stage that is not done, and in the same pass the next ones for as long as each is found done."""
+    """Run the first stage that is not done, and in the same pass those after it, for as long as each turns out to be done."""
     for role, stage in _STAGES.items():
         if is_condition_true(observed.job.status.conditions, CONDITION[role]):
             continue
@@ -116,11 +117,11 @@ def _run_stages(observed: Observed, result: PassResult, run: FrozenRun) -> None:
 
 
 def _waits_for_name(observed: Observed, result: PassResult) -> bool:
-    """Whether no child may be created: a name is taken, or a Job of an attempt exists that this status has not come to yet."""
+    """Whether no child may be created, because a name is taken or a Job of a later attempt than the current one exists."""
     if observed.vanishing:
-        said = f"{', '.join(observed.vanishing)} of an earlier job of this name is still being deleted."
-        result.condition(ConditionType.READY, False, Reason.PENDING, said)
-        # It passes by itself, whatever was said of it before.
+        message = f"{', '.join(observed.vanishing)} of an earlier job of this name is still being deleted."
+        result.condition(ConditionType.READY, False, Reason.PENDING, message)
+        # This passes by itself, even if the job was stalled over it before.
         result.condition(ConditionType.STALLED, False, Reason.HEALTHY)
         result.requeue_after(REQUEUE_SECONDS)
         return True

@@ -1,4 +1,4 @@
-"""The one table of what follows a failure: evidence, whether it is tried again and how often, the pauses, and the advice.
+"""The table of what follows a failure: the evidence, whether and how often it is retried, the pauses, and the advice.
 
 `python -m finetune_operator.decide.failure_table` writes it as docs/failures.md.
 """
@@ -18,9 +18,10 @@ from finetune_operator.decide.times import moment_after, timestamp
 FIRST_PAUSE_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 300.0
 MOST_IN_A_ROW = 50
-"""Uncounted restarts for one class without progress: a job that is disturbed more often gains nothing by its start-ups."""
+"""Most uncounted restarts of one class without progress: a job that is disturbed more often gains nothing from its restarts."""
 MOST_WITHOUT_PROGRESS = 100
-"""The same over all classes that are limited by number, so that classes that take turns do not go on without end."""
+"""Most uncounted restarts without progress over all classes that are limited by number, so that classes in turn do not restart
+forever."""
 JITTER = 0.2
 """Pauses are shortened by up to this share, differently for each job, so that a thousand jobs do not come back at once."""
 _DAY = 86_400
@@ -36,21 +37,21 @@ class Retry(Enum):
 
 @dataclass(frozen=True)
 class Policy:
-    """What follows one class of failure."""
+    """The policy for one class of failure."""
 
     retry: Retry
     evidence: str
     """How the class is recognised."""
     advice: str = ""
-    """What to change; said where the container itself left no hint."""
+    """Advice on what to change, for failures whose container left no hint."""
     first_pause: float = FIRST_PAUSE_SECONDS
     longest_pause: float = LONGEST_PAUSE_SECONDS
     most_in_a_row: int = MOST_IN_A_ROW
-    """Of uncounted restarts without progress."""
+    """Most uncounted restarts without progress."""
     longest_seconds: int | None = None
-    """Of uncounted restarts without progress: given up after so long instead of after so many."""
+    """Longest time of uncounted restarts without progress; if set, it replaces the limit by number."""
     outside: bool = False
-    """The cause is outside the job, so a training that is given up is stalled with its checkpoints, and never failed."""
+    """Whether the cause is outside the job: then a training that is given up is stalled with its checkpoints, not failed."""
 
 
 _N, _C, _U = Retry.NEVER, Retry.COUNTED, Retry.UNCOUNTED
@@ -158,7 +159,7 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.DEVICE_FAULT: Policy(
         _U,
-        "A rank reports that its GPU failed the test before training or that the driver told of a fault, or its node got a "
+        "A rank reports that its GPU failed the test before training or that the driver reported a fault, or its node got a "
         "condition of `gpu.faultConditions` of the profile.",
         "Cordon the node that the message names, so that the next attempt runs elsewhere.",
         first_pause=60.0,
@@ -167,7 +168,7 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.IMAGE_PULL: Policy(
         _U,
-        "`ImagePullBackOff` and the like beyond run.startupDeadlineSeconds; said at once, and the kubelet keeps trying.",
+        "`ImagePullBackOff` and the like beyond run.startupDeadlineSeconds; reported at once, and the kubelet keeps trying.",
         "Check the image of the profile and the pull secrets of its registry.",
         longest_pause=3600.0,
         most_in_a_row=5,
@@ -175,7 +176,7 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.MOUNT: Policy(
         _U,
-        "`FailedMount` and the like beyond run.startupDeadlineSeconds; said at once, and the kubelet keeps trying.",
+        "`FailedMount` and the like beyond run.startupDeadlineSeconds; reported at once, and the kubelet keeps trying.",
         "Create the volume, Secret or ConfigMap that the message names.",
         longest_pause=3600.0,
         most_in_a_row=5,
@@ -183,7 +184,7 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.ADMISSION: Policy(
         _U,
-        "The API server refuses the Job's pods beyond run.startupDeadlineSeconds, other than for a quota; said at once.",
+        "The API server refuses the Job's pods beyond run.startupDeadlineSeconds, other than for a quota; reported at once.",
         "Have the policy that the message names allow the pods of this profile.",
         longest_pause=3600.0,
         most_in_a_row=5,
@@ -200,7 +201,7 @@ POLICY: dict[FailureClass, Policy] = {
 
 
 class RestartDecision(Enum):
-    """What follows a failure."""
+    """The decision after a failure."""
 
     RESTART_COUNTED = "restart, counted"
     RESTART_UNCOUNTED = "restart, not counted"
@@ -214,7 +215,7 @@ class RestartDecision(Enum):
 
 
 def restart_decision(failure: FailureClass, restarts: Restarts, max_restarts: int, now: datetime) -> RestartDecision:
-    """What follows a failure of this class after so many restarts of the same role."""
+    """Decide what follows a failure of this class, given the earlier restarts of the same role."""
     policy = POLICY[failure]
     if policy.retry is Retry.NEVER:
         return RestartDecision.STOP
@@ -232,7 +233,7 @@ def _is_given_up(failure: FailureClass, restarts: Restarts, now: datetime) -> bo
 
 
 def row_of(failure: FailureClass, restarts: Restarts) -> FailureRow:
-    """Restarts for this class since the latest progress. What earlier releases wrote counts for whatever class comes next."""
+    """Restarts of this class since the latest progress. Counters of earlier releases have no class and count for any."""
     if not restarts.rows:
         return FailureRow(failure=str(failure), restarts=restarts.in_a_row, since=restarts.in_a_row_since)
     return next((row for row in restarts.rows if row.failure == failure), FailureRow(failure=str(failure)))
@@ -245,14 +246,16 @@ def _without_progress(restarts: Restarts) -> int:
 
 
 def with_progress(restarts: Restarts, checkpoint_step: int | None) -> Restarts:
-    """The counters once it is known which checkpoint is the newest: a newer one than at the last failure ends the row."""
+    """Return the counters once the newest checkpoint is known: one that is newer than at the last failure resets those in a
+    row.
+    """
     if checkpoint_step is None or (restarts.at_checkpoint is not None and checkpoint_step <= restarts.at_checkpoint):
         return restarts
     return with_new_row(restarts).model_copy(update={"at_checkpoint": checkpoint_step})
 
 
 def with_new_row(restarts: Restarts) -> Restarts:
-    """The counters as if no restart had been without progress; those against `run.maxRestarts` stay."""
+    """Reset the counters of restarts in a row; those against `run.maxRestarts` stay."""
     return restarts.model_copy(update={"in_a_row": 0, "in_a_row_since": "", "rows": []})
 
 
@@ -268,7 +271,7 @@ def counters_after(decision: RestartDecision, failure: FailureClass, restarts: R
             "uncounted": restarts.uncounted + (decision is RestartDecision.RESTART_UNCOUNTED),
             "in_a_row": restarts.in_a_row + 1,
             "in_a_row_since": restarts.in_a_row_since or timestamp(now),
-            "rows": [*(one for one in restarts.rows if one.failure != failure), row],
+            "rows": [*(other for other in restarts.rows if other.failure != failure), row],
         }
     )
 
@@ -276,7 +279,7 @@ def counters_after(decision: RestartDecision, failure: FailureClass, restarts: R
 def pause_seconds(failure: FailureClass, restarts: Restarts, role: Role, seed: str) -> float:
     """Pause before the next attempt, doubling with every restart in a row. `seed`: what the jitter is drawn from.
 
-    The first restart of a gang has none: a node was lost or a rank crashed, and every second costs all of its accelerators.
+    The first restart of a gang has no pause: a node was lost or a rank crashed, and every second costs all of its accelerators.
     """
     policy = POLICY[failure]
     earlier = max(restarts.in_a_row - 1, 0)

@@ -30,18 +30,18 @@ def merge_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
     stage = RoleStage(observed, result, Role.MERGE)
     return stage.drive(
         lambda: merge_job(run, stage.attempt, renewed_resources(observed, Role.MERGE)),
-        lambda found: _merge_succeeded(observed, result, found, run.plan),
+        lambda current: _merge_succeeded(observed, result, current, run.plan),
     )
 
 
-def _merge_succeeded(observed: Observed, result: PassResult, found: JobState, plan: LaunchPlan) -> bool:
-    report = found.report
-    said = report.message if report is not None else ""
+def _merge_succeeded(observed: Observed, result: PassResult, current: JobState, plan: LaunchPlan) -> bool:
+    report = current.report
+    message = report.message if report is not None else ""
     if plan.merge.enabled:
-        result.condition(ConditionType.MERGED, True, Reason.COMPLETED, said or "Merged and verified.")
+        result.condition(ConditionType.MERGED, True, Reason.COMPLETED, message or "Merged and verified.")
     else:
         result.condition(
-            ConditionType.MERGED, True, Reason.SKIPPED, said or "Nothing to merge; the trained weights are the result."
+            ConditionType.MERGED, True, Reason.SKIPPED, message or "Nothing to merge; the trained weights are the result."
         )
     if plan.publish is not None:
         return True
@@ -79,15 +79,15 @@ _SHA256_LENGTH = 64
 
 
 def publish_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
-    """One pass while the results are on the workspace and not yet where they belong."""
+    """One pass while the results are on the workspace and not yet at their destination."""
     stage = RoleStage(observed, result, Role.PUBLISH)
     return stage.drive(
-        lambda: publish_job(run, stage.attempt), lambda found: _publish_succeeded(observed, result, found, run.plan)
+        lambda: publish_job(run, stage.attempt), lambda current: _publish_succeeded(observed, result, current, run.plan)
     )
 
 
-def _publish_succeeded(observed: Observed, result: PassResult, found: JobState, plan: LaunchPlan) -> bool:
-    report = found.report
+def _publish_succeeded(observed: Observed, result: PassResult, current: JobState, plan: LaunchPlan) -> bool:
+    report = current.report
     facts = report.facts if report is not None else {}
     artifact = published_artifact(plan, facts)
     adapter = facts.get("adapter_address")  # in a repository of its own
@@ -99,7 +99,7 @@ def _publish_succeeded(observed: Observed, result: PassResult, found: JobState, 
 
 
 def published_artifact(plan: LaunchPlan, facts: dict[str, str]) -> Artifact:
-    """What the container reported of the place: its address, and its digest where that is a SHA-256 (a Git commit is none)."""
+    """The published result: the address that the container reported, and the digest if it is a SHA-256 (a Git commit is not)."""
     destination = plan.publish.destination if plan.publish is not None else ""
     digest = facts.get("digest", "").removeprefix(_ALGORITHM)
     return Artifact(

@@ -1,4 +1,4 @@
-"""What the stages of all roles have in common: create the Job, wait for it under its deadlines, try again or give up."""
+"""The common part of all roles' stages: create the Job, wait for it within its deadlines, retry or give up."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from finetune_operator.decide.stopped import start_next_attempt, stop_role
 from finetune_operator.decide.times import moment_after, startup_deadline, timestamp
 
 QUIET_SECONDS = 10.0
-"""Pods that only take so long to start are not worth a status write."""
+"""Pods that take no longer than this to start are not worth a status write."""
 _WAITING = {
     FailureClass.SOURCE_UNAVAILABLE: Reason.WAITING_FOR_SOURCE,
     FailureClass.DESTINATION_UNAVAILABLE: Reason.WAITING_FOR_DESTINATION,
@@ -61,11 +61,11 @@ class RoleStage:
     result: PassResult
     role: Role
     nodes: int = 1
-    """Pods of its Job."""
+    """Number of pods of its Job."""
     most_nodes: int | None = None
-    """Pods of the largest Job of the role, which decide how long its names may be; None: all have as many."""
+    """Number of pods of the largest Job of the role, which decides how long its names may be; None if all have as many."""
     size: GangSize | None = None
-    """Of an elastic gang, as its attempt records it."""
+    """Size that the attempt records; None if the gang is not elastic."""
 
     @property
     def attempt(self) -> int:
@@ -74,13 +74,13 @@ class RoleStage:
 
     @property
     def record(self) -> Attempt | None:
-        """What status knows of the current attempt."""
+        """The record of the current attempt in status."""
         return record_of(self.observed.job.status, self.role, self.attempt)
 
     def job_state(self) -> JobState:
         """The state of the current attempt's Job."""
         before = find_condition(self.observed.job.status.conditions, CONDITION[self.role])
-        # The first release kept no records of roles other than training: there the condition tells.
+        # The first release kept no records of roles other than training: their condition shows it.
         unrecorded = self.role is not Role.TRAIN and latest_of(self.observed.job.status, self.role) is None
         was_seen = self.record is not None or (unrecorded and before is not None and before.reason == Reason.RUNNING)
         return job_state(self.observed, self.role, self.attempt, self.nodes, was_seen=was_seen, now=self.result.now)
@@ -98,26 +98,26 @@ class RoleStage:
         """One pass over the Job of a single pod.
 
         Args:
-            build: the Job to create.
-            succeeded: says what has been reached, and returns whether the next stage may begin.
-            refused: whether it has dealt with a failure that only a human can fix.
+            build: returns the Job to create.
+            succeeded: records what was reached, and returns whether the next stage may begin.
+            refused: handles a failure that only a human can fix, and returns whether it did.
 
         Returns:
             Whether the stage is done.
         """
-        found = self.job_state()
-        if found.state is State.ABSENT:
+        current = self.job_state()
+        if current.state is State.ABSENT:
             self.create(lambda: [build()])
-        elif found.state is State.SUCCEEDED:
-            done = succeeded(found)
+        elif current.state is State.SUCCEEDED:
+            done = succeeded(current)
             if not self.result.has_value("attempts"):
                 self.close(AttemptOutcome.SUCCEEDED)
             return done
-        elif found.failure is not None:
-            if not refused(found.failure):
-                self.fail(found.failure, found.batch_job)
-        elif found.batch_job is not None:
-            self.wait(found, found.batch_job)
+        elif current.failure is not None:
+            if not refused(current.failure):
+                self.fail(current.failure, current.batch_job)
+        elif current.batch_job is not None:
+            self.wait(current, current.batch_job)
         return False
 
     def create(self, build: Callable[[], list[Mapping[str, Any]]]) -> None:
@@ -134,15 +134,15 @@ class RoleStage:
             self.set_reason(Reason.WAITING_FOR_PODS, f"Attempt {self.attempt} is being created.")
             self.result.condition(ConditionType.READY, False, Reason.WAITING_FOR_PODS)
 
-    def wait(self, found: JobState, batch_job: BatchJobView) -> None:
-        """Say what the Job is doing, and give it up if its pods have a node and take too long to start."""
-        if found.requeue_at is not None:
-            self.result.requeue_at(found.requeue_at)
-        if found.state in (State.WAITING, State.QUEUED) and found.pending is not None:
-            self._wait_for_pods(found, batch_job, found.pending)
+    def wait(self, current: JobState, batch_job: BatchJobView) -> None:
+        """Report what the Job is doing, and give it up if its pods have a node and take too long to start."""
+        if current.requeue_at is not None:
+            self.result.requeue_at(current.requeue_at)
+        if current.state in (State.WAITING, State.QUEUED) and current.pending is not None:
+            self._wait_for_pods(current, batch_job, current.pending)
             return
         self.open(batch_job)
-        if found.state is State.RUNNING:
+        if current.state is State.RUNNING:
             place = f" on {self.nodes} of {self.most_nodes} nodes" if self.size is not None else ""
             self.set_reason(Reason.RUNNING, f"Attempt {self.attempt} runs{place}.")
             self.result.condition(ConditionType.READY, True, Reason.RUNNING)
@@ -159,7 +159,7 @@ class RoleStage:
             self.result.set(attempts=opened(self.observed.job.status, self.role, self.attempt, begun, pods, size=self.size))
 
     def _end_of_first(self) -> datetime:
-        """When the first attempt of a pod ended that now runs its second: its devices were held from then on."""
+        """When the first attempt ended in a pod that now runs its second, which holds the devices from then on."""
         first = record_of(self.observed.job.status, self.role, self.attempt - 1)
         return (moment_after(first.end_time, 0.0) if first is not None else None) or self.result.now
 
@@ -171,23 +171,23 @@ class RoleStage:
         self.result.set(attempts=closed(self.observed.job.status, self.role, self.attempt, end))
 
     def resize(self, nodes: int, why: str, batch_job: BatchJobView) -> None:
-        """Continue with an attempt of so many nodes, which is no failure. Deleting the Job sends SIGTERM, so the gang saves."""
+        """Continue with an attempt of so many nodes. This is not a failure. Deleting the Job sends SIGTERM, so the gang saves."""
         end = AttemptEnd(AttemptOutcome.RESIZED, self.result.now, message=why, size=self.size)
         self.result.set(
             attempts=closed(self.observed.job.status, self.role, self.attempt, end),
             **{ATTEMPT_FIELD[self.role]: self.attempt + 1},
             gang_nodes=nodes,
         )
-        said = f"{why} Attempt {self.attempt + 1} has {nodes} of {self.most_nodes} nodes."
-        self.set_reason(Reason.RESIZING, said)
-        self.result.condition(ConditionType.READY, False, Reason.RESIZING, said)
-        self.result.emit("Normal", Reason.RESIZING, said)
+        message = f"{why} Attempt {self.attempt + 1} has {nodes} of {self.most_nodes} nodes."
+        self.set_reason(Reason.RESIZING, message)
+        self.result.condition(ConditionType.READY, False, Reason.RESIZING, message)
+        self.result.emit("Normal", Reason.RESIZING, message)
         self.result.delete(batch_job)
 
     def fail(self, failure: Failure, batch_job: BatchJobView | None, nodes: int | None = None) -> None:
         """Restart or give up, as the policy says. The new number and the evidence are written before the old Job is deleted.
 
-        nodes: of the next attempt of an elastic gang.
+        nodes: those of the next attempt of an elastic gang.
         """
         status, spec = self.observed.job.status, self.observed.job.spec
         if spec is None:
@@ -213,19 +213,21 @@ class RoleStage:
             outlook += f" Attempt {self.attempt + 1} has {nodes} of {self.most_nodes} nodes."
         self.set_reason(reason, f"Attempt {self.attempt} failed: {failure.text}{outlook}")
         self.result.condition(ConditionType.READY, False, reason, failure.text)
-        said = f"Attempt {self.attempt} of {self.role} failed: {failure.text}"
-        self.result.emit("Warning", Reason.RESTARTING, f"{said} The next one runs in the same pod." if pod is not None else said)
+        message = f"Attempt {self.attempt} of {self.role} failed: {failure.text}"
+        self.result.emit(
+            "Warning", Reason.RESTARTING, f"{message} The next one runs in the same pod." if pod is not None else message
+        )
         if pod is not None:
             self.result.relabel(pod, self.attempt + 1)
         elif batch_job is not None:
             self.result.delete(batch_job)
 
-    def _wait_for_pods(self, found: JobState, batch_job: BatchJobView, pending: Pending) -> None:
+    def _wait_for_pods(self, current: JobState, batch_job: BatchJobView, pending: Pending) -> None:
         spec, now = self.observed.job.spec, self.result.now
-        if found.state is State.QUEUED:
+        if current.state is State.QUEUED:
             self._count_preemption()
         elif not pending.is_capacity and spec is not None:
-            deadline = startup_deadline(spec.run, batch_job, found.pods)
+            deadline = startup_deadline(spec.run, batch_job, current.pods)
             if deadline is not None and now >= deadline:
                 self._did_not_start(pending, batch_job, spec.run.startup_deadline_seconds)
                 return
@@ -235,13 +237,13 @@ class RoleStage:
         if not pending.needs_attention and age < QUIET_SECONDS:
             self.result.requeue_after(QUIET_SECONDS - age)
             return
-        if pending.needs_attention and found.state is not State.QUEUED:
+        if pending.needs_attention and current.state is not State.QUEUED:
             self.result.warn_once(CONDITION[self.role], pending.reason, pending.text)
         self.set_reason(pending.reason, pending.text)
         self.result.condition(ConditionType.READY, False, pending.reason, pending.text)
 
     def _did_not_start(self, pending: Pending, batch_job: BatchJobView, seconds: int) -> None:
-        """All pods have a node and do not start: the end of a job that has trained nothing yet, and never of another.
+        """Handle pods that have a node and do not start. This ends a job that has trained nothing yet, and no other.
 
         A gang is given up, because its other pods hold accelerators; a single CPU pod continues once the cause is fixed.
         """
@@ -256,12 +258,12 @@ class RoleStage:
             finish_failed(self.observed, self.result, Reason.STARTUP_DEADLINE_EXCEEDED, message)
 
     def _count_preemption(self) -> None:
-        """A queue took back the room that the attempt ran in: an interruption that counts for nothing, told once."""
+        """Record once that the queue has preempted the attempt. Such an interruption does not count as a failure."""
         before = find_condition(self.observed.job.status.conditions, CONDITION[self.role])
         if self.record is not None and before is not None and before.reason == Reason.RUNNING:
             self.result.set(attempts=interrupted(self.observed.job.status, self.record))
-            said = f"The queue has preempted attempt {self.attempt} of {self.role}; it continues once it is admitted again."
-            self.result.emit("Warning", Reason.QUEUED, said)
+            message = f"The queue has preempted attempt {self.attempt} of {self.role}; it continues once it is admitted again."
+            self.result.emit("Warning", Reason.QUEUED, message)
 
     def _give_up(self, failure: Failure, decision: RestartDecision) -> None:
         if failure.failure is FailureClass.VERIFICATION_FAILED:
@@ -273,7 +275,7 @@ class RoleStage:
             stop_role(self.observed, self.result, self.role, failure)
 
     def _pauses(self) -> bool:
-        """Whether the pause after the latest failure lasts; the condition says so since that failure."""
+        """Whether the pause after the latest failure is not over yet; the condition has said so since that failure."""
         status = self.observed.job.status
         latest = latest_of(status, self.role)
         restarts = restarts_of(status, self.role)
@@ -284,7 +286,7 @@ class RoleStage:
         if until is None or self.result.now >= until:
             return False
         if (until - self.result.now).total_seconds() > 2 * pause:
-            # The clock of an earlier leader was further ahead than the pause is long, so nobody knows when it began.
+            # The clock of an earlier leader was further ahead than the pause is long, so it is not known when it began.
             return False
         self.result.requeue_at(until)
         return True
@@ -293,10 +295,10 @@ class RoleStage:
         if not pause:
             return ""
         following = moment_after(timestamp(self.result.now), pause)
-        said = f" The next attempt starts at {timestamp(following)}." if following is not None else ""
+        message = f" The next attempt starts at {timestamp(following)}." if following is not None else ""
         policy = POLICY[failure]
         restarts = restarts_of(self.observed.job.status, self.role)
         if policy.longest_seconds is not None:
             end = moment_after(row_of(failure, restarts).since or timestamp(self.result.now), policy.longest_seconds)
-            said += f" It is tried until {timestamp(end)}." if end is not None else ""
-        return said
+            message += f" It is tried until {timestamp(end)}." if end is not None else ""
+        return message

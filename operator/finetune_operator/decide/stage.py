@@ -1,4 +1,4 @@
-"""Which stage a job is in, read from its conditions and numbers."""
+"""The stage of a job, derived from its conditions and attempt numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ATTEMPT_FIELD = {
     Role.MERGE: "merge_attempt",
     Role.PUBLISH: "publish_attempt",
 }
-"""Where status holds the number of a role's current attempt."""
+"""The field of status with the number of a role's current attempt."""
 CONDITION = {
     Role.FETCH: ConditionType.FETCHED,
     Role.PREFLIGHT: ConditionType.PREPARED,
@@ -22,7 +22,7 @@ CONDITION = {
     Role.MERGE: ConditionType.MERGED,
     Role.PUBLISH: ConditionType.PUBLISHED,
 }
-"""The condition that a role's Job brings about, in the order of the roles."""
+"""The condition that each role's Job fulfils, in the order of the roles."""
 
 
 def is_ended(status: FineTuneJobStatus) -> bool:

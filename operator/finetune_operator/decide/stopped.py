@@ -1,6 +1,6 @@
-"""A role that a human has to help: the job is stalled, not failed, and `spec.run.retry` has the role look again.
+"""Roles that need a human: the job is stalled, not failed, and an increase of `spec.run.retry` makes the role try again.
 
-The cause is in a Secret, on a hub or on a claim as often as in the manifest, and the frozen plan may well be right.
+The cause is as often in a Secret, on a hub or on a claim as in the manifest, and the frozen plan may well be right.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ REFUSED = {
     Role.MERGE: Reason.MERGE_STOPPED,
     Role.PUBLISH: Reason.PUBLISH_REFUSED,
 }
-"""Why a role stopped by its own verdict on the job."""
+"""Reason of a role that stopped because it found the job wrong."""
 STOPPED = {**REFUSED, Role.FETCH: Reason.FETCH_STOPPED, Role.PREFLIGHT: Reason.PREFLIGHT_STOPPED}
-"""Why a role stopped for any other cause."""
+"""Reason of a role that stopped for any other cause."""
 _WHAT_TO_DO = {
     Role.FETCH: "Fix the source or the Secret and increase spec.run.retry, or apply a corrected manifest as a new job.",
     Role.PREFLIGHT: "Fix the cause and increase spec.run.retry, or apply a corrected manifest as a new job.",
@@ -47,7 +47,7 @@ def is_stopped(status: FineTuneJobStatus, role: Role) -> bool:
 
 
 def awaits_retry(status: FineTuneJobStatus) -> bool:
-    """Whether a role has stopped and nobody has asked for another try. Only then is `spec.run.retry` kept for later."""
+    """Whether a role has stopped and waits for `spec.run.retry`. Only then is an increase of it kept for later."""
     stalled = find_condition(status.conditions, ConditionType.STALLED)
     waits = stalled is not None and stalled.status == "True" and stalled.reason == Reason.STARTUP_DEADLINE_EXCEEDED
     return waits or any(is_stopped(status, role) for role in REFUSED)
@@ -63,8 +63,8 @@ def stop_role(observed: Observed, result: PassResult, role: Role, failure: Failu
     result.find(with_reported(observed, findings, role))
     errors = [finding for finding in findings if finding.severity == "error"] or list(findings)
     place = f"{errors[0].field}: " if errors[0].field else ""
-    said = f"{errors[0].rule}: {place}{errors[0].message} {errors[0].fix}".rstrip()
-    message = f"{said}{'' if said.endswith('.') else '.'} {_WHAT_TO_DO[role]}"
+    cause = f"{errors[0].rule}: {place}{errors[0].message} {errors[0].fix}".rstrip()
+    message = f"{cause}{'' if cause.endswith('.') else '.'} {_WHAT_TO_DO[role]}"
     if not result.has_value("attempts"):
         attempt = attempt_of(observed.job.status, role)
         result.set(attempts=closed(observed.job.status, role, attempt, AttemptEnd(AttemptOutcome.FAILED, result.now, failure)))
@@ -76,7 +76,7 @@ def stop_role(observed: Observed, result: PassResult, role: Role, failure: Failu
 
 
 def stop_for_user(observed: Observed, result: PassResult, role: Role, failure: Failure) -> bool:
-    """Stall the job if only a human can fix what failed. False: it is a failure like others."""
+    """Stall the job if only a human can fix what failed. Returns whether it is stalled."""
     if not _is_verdict(failure):
         return False
     stop_role(observed, result, role, failure)
@@ -88,7 +88,9 @@ def _is_verdict(failure: Failure) -> bool:
 
 
 def wait_for_retry(observed: Observed, result: PassResult, role: Role) -> bool:
-    """Rest while the role is stopped, and begin its next attempt once `spec.run.retry` is increased. False: it is not stopped."""
+    """Wait while the role is stopped, and begin its next attempt once `spec.run.retry` is increased. Returns whether it was
+    stopped.
+    """
     job = observed.job
     before = find_condition(job.status.conditions, CONDITION[role])
     if before is None or not is_stopped(job.status, role):
@@ -99,12 +101,12 @@ def wait_for_retry(observed: Observed, result: PassResult, role: Role) -> bool:
 
 
 def start_next_attempt(observed: Observed, result: PassResult, role: Role) -> bool:
-    """Begin the next attempt of a role with a full budget if `spec.run.retry` was increased. False: it was not."""
+    """Begin the next attempt of a role with a full budget if `spec.run.retry` was increased. Returns whether it was."""
     job = observed.job
     if job.spec is None or job.spec.run.retry <= job.status.retry_handled:
         return False
     attempt = attempt_of(job.status, role)
-    said = f"spec.run.retry is {job.spec.run.retry}: {role} runs again."
+    message = f"spec.run.retry is {job.spec.run.retry}: {role} runs again."
     result.set(
         **{ATTEMPT_FIELD[role]: attempt + 1},
         **with_restarts(job.status, role, Restarts()),
@@ -112,11 +114,11 @@ def start_next_attempt(observed: Observed, result: PassResult, role: Role) -> bo
         gang_nodes=None if role is Role.TRAIN else job.status.gang_nodes,
         findings=_warnings(observed),
     )
-    result.condition(CONDITION[role], None, Reason.RESTARTING, said)
+    result.condition(CONDITION[role], None, Reason.RESTARTING, message)
     if role is Role.PREFLIGHT:
         result.condition(ConditionType.REHEARSED, None, Reason.PENDING)
     result.condition(ConditionType.READY, False, Reason.RESTARTING)
-    result.emit("Normal", Reason.RESTARTING, said)
+    result.emit("Normal", Reason.RESTARTING, message)
     earlier = observed.batch_job(role, attempt)
     if earlier is not None:
         result.delete(earlier)
@@ -124,9 +126,9 @@ def start_next_attempt(observed: Observed, result: PassResult, role: Role) -> bo
 
 
 def renewed_resources(observed: Observed, role: Role) -> RoleResources | None:
-    """Resources of a CPU role from the profile as it is now, once the user has asked for another try; None: those of the plan.
+    """Resources of a CPU role from the profile as it is now, once the user has asked for a retry; None for those of the plan.
 
-    A merge that ran out of memory could otherwise never end well: its plan is frozen.
+    Otherwise a merge that ran out of memory could never succeed, because its plan is frozen.
     """
     profile = observed.profile.spec
     if profile is None or not observed.job.status.retry_handled:
@@ -140,12 +142,12 @@ def _warnings(observed: Observed) -> list[Finding]:
 
 
 def with_reported(observed: Observed, reported: Sequence[Finding], role: Role) -> list[Finding]:
-    """What a role found, after the warnings of the rule book, none twice."""
-    found = [
+    """Merge the findings of a role with the warnings of the rule book, without duplicates."""
+    shortened = [
         finding.shortened(MAX_TEXT_LENGTH).model_copy(update={"source": finding.source[:MAX_TEXT_LENGTH] or str(role)})
         for finding in reported
     ]
-    fresh = {(finding.rule, finding.field) for finding in found}
+    fresh = {(finding.rule, finding.field) for finding in shortened}
     kept = [finding for finding in _warnings(observed) if (finding.rule, finding.field) not in fresh]
-    errors = [finding for finding in found if finding.severity == "error"]
-    return [*errors, *kept, *(finding for finding in found if finding.severity == "warning")][:FINDINGS_LIMIT]
+    errors = [finding for finding in shortened if finding.severity == "error"]
+    return [*errors, *kept, *(finding for finding in shortened if finding.severity == "warning")][:FINDINGS_LIMIT]

@@ -1,7 +1,7 @@
 """`spec.run.suspend`: release every pod and keep the checkpoint.
 
-Suspending an attempt ends it: its number is passed on to the next one in the same status write, and its Job, now of an earlier
-attempt, is deleted. So to continue is nothing but to create the Job of the current number.
+Suspending an attempt ends it: the same status write moves on to the number of the next one, and its Job, now of an earlier
+attempt, is deleted. So resuming only means to create the Job of the current number.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def suspend(observed: Observed, result: PassResult) -> None:
 
 
 def resume(observed: Observed, result: PassResult) -> None:
-    """A job that nobody holds back; how long it was held back is added up when it continues."""
+    """Continue a job that is not suspended, and add up how long it was."""
     status = observed.job.status
     before = find_condition(status.conditions, ConditionType.SUSPENDED)
     since = moment_after(before.last_transition_time, 0.0) if before is not None and before.status == "True" else None

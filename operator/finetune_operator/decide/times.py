@@ -1,5 +1,5 @@
-"""Times in status (RFC 3339, UTC, whole seconds), and the deadlines that are counted from them: until all placed pods of a
-role run, without a new step, and for the whole job.
+"""Times in status (RFC 3339, UTC, whole seconds), and the deadlines that are counted from them: for the start of a role's
+placed pods, for the next training step, and for the whole job.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def timestamp(moment: datetime) -> str:
 
 
 def moment_after(text: str, seconds: float) -> datetime | None:
-    """So many seconds after a moment in status; None for one that `timestamp` did not write: somebody has edited the status, and
-    no pass may end in that.
+    """Return the time that is so many seconds after a time in status; None if `timestamp` did not write it: somebody has edited
+    the status, and no pass may fail over that.
     """
     try:
         return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC) + timedelta(seconds=seconds)
@@ -27,10 +27,11 @@ def moment_after(text: str, seconds: float) -> datetime | None:
 
 
 def startup_deadline(run: RunSpec, batch_job: BatchJobView, pods: tuple[PodView, ...]) -> datetime | None:
-    """When all pods of this Job must run. The time counts from when all of them have a node: no capacity is waited for any more.
+    """When all pods of this Job must run. The time counts from when all of them have a node, so that waiting for capacity does
+    not count.
 
-    A Job without pods counts from its start; None before it. A queue lets a Job go some moments before the Job controller starts
-    it, and how long the Job has waited there does not count.
+    For a Job without pods it counts from the start of the Job; None before that. A queue admits a Job some moments before the
+    Job controller starts it, and the time in the queue does not count.
     """
     times = [pod.scheduled or pod.created for pod in pods]
     if batch_job.start_time is not None:

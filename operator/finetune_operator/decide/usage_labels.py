@@ -1,4 +1,6 @@
-"""What the counters of usage tell jobs apart by, bounded: users write some of it, and each set of labels is kept for good."""
+"""Labels of the usage counters. Their number is bounded, because users write some of them and each set of labels is kept
+forever.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ Price = Annotated[str, StringConstraints(pattern=r"^([0-9]+(\.[0-9]+)?)?$")]
 
 
 class JobLabels(NamedTuple):
-    """What the counters tell jobs apart by; never the job itself."""
+    """Labels of the usage counters; the job itself is never one of them."""
 
     namespace: str
     team: str
@@ -20,29 +22,32 @@ class JobLabels(NamedTuple):
     profile: str
     gpu: str
     price: Price = ""
-    """Of one GPU for an hour, as the profile had it when the account was opened; empty: none."""
+    """Price of one GPU for an hour, as the profile had it when the account was opened; empty if it had none."""
 
 
 MOST_LABELS = 32
-"""Different labels of one namespace. Its users write team and queue, and each of them has some tens of series for good."""
+"""Most sets of labels of one namespace. Its users write team and queue, and each set has some tens of series forever."""
 MOST_IN_ALL = 1000
-"""Different labels of all namespaces, beyond which a namespace has one set more; with twice as many all others share one."""
+"""Number of sets of labels in all namespaces beyond which a namespace gets only one more; beyond twice as many, all others
+share one."""
 OTHER = "other"
 
 
 def settled_labels(labels: JobLabels, *, has_profile: bool) -> JobLabels:
-    """The labels, without a profile that does not exist or has not accepted the job: its name is any text that a user wrote."""
+    """Drop the profile from the labels if it does not exist or has not accepted the job: its name could be any text that a user
+    wrote.
+    """
     return labels if has_profile else labels._replace(profile=OTHER, gpu="", price="")
 
 
 def bounded_labels(labels: JobLabels, in_use: Collection[JobLabels], num_in_all: int) -> JobLabels:
-    """The labels, or those of all other jobs of the namespace if it, or the cluster, has too many already.
+    """Return the labels, or those of all other jobs if the namespace or the cluster has too many sets already.
 
-    GPU and price stay, which only administrators write: nobody loses the price of GPU hours by inventing teams.
+    GPU and price stay, because only administrators write them: inventing teams does not hide the price of GPU hours.
 
     Args:
-        labels: of a job.
-        in_use: of the same namespace.
+        labels: those of a job.
+        in_use: those in use in the same namespace.
         num_in_all: how many are in use in all namespaces.
     """
     if labels in in_use or (len(in_use) < MOST_LABELS and num_in_all < MOST_IN_ALL):

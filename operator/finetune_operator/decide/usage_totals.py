@@ -1,4 +1,4 @@
-"""What all jobs with the same labels have used and how they ended, as counters tell it: sums and histograms over accounts."""
+"""Sums and histograms over the accounts of all jobs with the same labels, for the counters."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class DurationCounts(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     counts: Annotated[tuple[int, ...], Field(min_length=NUM_BUCKETS, max_length=NUM_BUCKETS)] = (0,) * NUM_BUCKETS
-    """By bound, and those above the last."""
+    """Number of durations in each bucket; the last one is for those above all bounds."""
     total: FiniteFloat = 0.0
 
     def plus(self, seconds: float) -> DurationCounts:
-        """With one more."""
+        """Return the histogram with one more duration."""
         place = bisect_left(SECONDS_BOUNDS, seconds)
         counts = tuple(count + (number == place) for number, count in enumerate(self.counts))
         return DurationCounts(counts=counts, total=self.total + seconds)
 
 
 class UsageTotals(BaseModel):
-    """Of all jobs with the same labels."""
+    """Usage and results of all jobs with the same labels."""
 
     model_config = ConfigDict(frozen=True)
     gpu_seconds: Mapping[str, FiniteFloat] = Field(default_factory=dict)
@@ -39,10 +39,10 @@ class UsageTotals(BaseModel):
     ended: Mapping[str, int] = Field(default_factory=dict)
     """`result|reason` -> jobs."""
     durations: Mapping[str, DurationCounts] = Field(default_factory=dict)
-    """By phase."""
+    """A histogram for each phase."""
 
     def plus(self, account: JobAccount, confirmed: Confirmed) -> UsageTotals:
-        """With what an account says for certain."""
+        """Return the totals with what is confirmed of an account."""
         account = with_told_restarts(account, confirmed)
         ended, durations = dict(self.ended), dict(self.durations)
         if account.ended is not None and confirmed.has_ended:

@@ -1,4 +1,4 @@
-"""From manifest to frozen plan.
+"""The stage from the manifest to the frozen plan.
 
 Before the start every pass judges what it sees, so that a job continues by itself once its profile or claim appears. The freeze
 is one status write with the observed resourceVersion as precondition; the plan's ConfigMap and the first Job come after it, in
@@ -30,11 +30,11 @@ from finetune_operator.decide.stage import CONDITION, attempt_of, is_started
 from finetune_operator.decide.times import timestamp
 
 NEAR_PLACES = 10
-"""Places in the line of a namespace that are told exactly."""
+"""Places in the line of a namespace up to this one are shown exactly."""
 FAR_REQUEUE_SECONDS = 300.0
-"""For those further behind; the job whose turn it is is woken."""
+"""Pause for jobs further behind; a job is woken when its turn comes."""
 REQUEUE_SECONDS = 30.0
-"""For what no watch announces: a claim that somebody creates, a label of the namespace."""
+"""Pause between looks at what no watch reports: a claim that somebody creates, a label of the namespace."""
 TOO_COMPLEX_MESSAGE = (
     "spec: checking this manifest took longer than the operator may spend on one job. "
     "Shorten it (lora.rankPattern, lora.alphaPattern and method.settings first), "
@@ -43,14 +43,18 @@ TOO_COMPLEX_MESSAGE = (
 
 
 def has_begun(observed: Observed) -> bool:
-    """Whether anything came of the frozen plan: from here on it is never resolved again, and its loss is a loss."""
+    """Whether anything was created from the frozen plan. From then on it is never resolved again, and a lost plan has to be
+    restored.
+    """
     status = observed.job.status
     conditions = [find_condition(status.conditions, kind) for kind in CONDITION.values()]
-    reached = any(one is not None and one.status == "True" and one.reason != Reason.SKIPPED for one in conditions)
+    reached = any(
+        condition is not None and condition.status == "True" and condition.reason != Reason.SKIPPED for condition in conditions
+    )
     stored = observed.plan is not None and status.plan is not None and text_sha256(observed.plan.plan_json) == status.plan.hash
     tried = any(attempt_of(status, role) for role in CONDITION)
-    found = observed.live is not None and (observed.live.batch_jobs or observed.live.running_pods)
-    return bool(stored or reached or tried or status.attempts or observed.batch_jobs or found)
+    is_running = observed.live is not None and (observed.live.batch_jobs or observed.live.running_pods)
+    return bool(stored or reached or tried or status.attempts or observed.batch_jobs or is_running)
 
 
 def validate_stage(observed: Observed, result: PassResult) -> FrozenRun | None:
@@ -70,7 +74,7 @@ def validate_stage(observed: Observed, result: PassResult) -> FrozenRun | None:
         # nothing has run, so the newer plan is frozen instead.
         _freeze(observed, result, plan, digest)
     if observed.plan is not None:
-        # Of another freeze: its content is not the one of the digest in status.
+        # The ConfigMap is of another freeze: its content does not have the digest in status.
         result.delete_object("ConfigMap", observed.plan.name, observed.plan.uid)
         result.requeue_after(1.0)
         return None
@@ -131,7 +135,7 @@ def _accepted_plan(observed: Observed, result: PassResult) -> RunPlan | None:
 
 
 def _was_too_complex(observed: Observed) -> bool:
-    """Whether this generation is refused for it already: an operator that restarts does not try again."""
+    """Whether status refuses this generation as too complex already, so that a restarted operator does not try again."""
     validated = find_condition(observed.job.status.conditions, ConditionType.VALIDATED)
     is_refused = validated is not None and validated.status == "False" and validated.reason == Reason.TOO_COMPLEX
     return is_refused and validated is not None and validated.observed_generation == observed.job.generation
@@ -144,13 +148,13 @@ def _waits_in_line(observed: Observed, result: PassResult) -> bool:
     place = line.ahead - line.limit + 1
     is_near = place <= NEAR_PLACES
     # Far behind, a place that moves is not worth a status write for each of thousands of jobs.
-    told = str(place) if is_near else f"about {float(f'{place:.1g}'):.0f}"
-    said = (
+    shown_place = str(place) if is_near else f"about {float(f'{place:.1g}'):.0f}"
+    message = (
         f"Profile {observed.profile.name} allows {line.limit} active jobs in namespace {observed.job.namespace} "
-        f"(spec.maxActiveJobs). Place in the line: {told}."
+        f"(spec.maxActiveJobs). Place in the line: {shown_place}."
     )
-    result.condition(ConditionType.VALIDATED, None, Reason.WAITING_IN_LINE, said)
-    result.condition(ConditionType.READY, False, Reason.WAITING_IN_LINE, said)
+    result.condition(ConditionType.VALIDATED, None, Reason.WAITING_IN_LINE, message)
+    result.condition(ConditionType.READY, False, Reason.WAITING_IN_LINE, message)
     result.condition(ConditionType.STALLED, False, Reason.HEALTHY)
     result.requeue_after(REQUEUE_SECONDS if is_near else FAR_REQUEUE_SECONDS)
     return True
@@ -174,7 +178,7 @@ def _refuse(result: PassResult, reason: Reason, message: str) -> None:
 def _freeze(observed: Observed, result: PassResult, plan: RunPlan, digest: str) -> None:
     image = plan.placement.trainer_image if plan.placement is not None else ""
     result.set(start_time=observed.job.status.start_time or timestamp(result.now))
-    result.set(plan=PlanStatus(hash=digest, trainer_image=image, choices=[plan_choice(one) for one in plan.choices]))
+    result.set(plan=PlanStatus(hash=digest, trainer_image=image, choices=[plan_choice(choice) for choice in plan.choices]))
     result.condition(ConditionType.VALIDATED, True, Reason.ACCEPTED, f"Plan {digest[:12]} is frozen.")
     result.condition(ConditionType.FINISHED, False, Reason.RUNNING)
     for stage in CONDITION.values():
@@ -184,7 +188,7 @@ def _freeze(observed: Observed, result: PassResult, plan: RunPlan, digest: str) 
 
 
 def plan_choice(choice: Choice) -> PlanChoice:
-    """As status has it."""
+    """Return a choice as status shows it."""
     return PlanChoice(
         field=choice.field[:MAX_TEXT_LENGTH],
         value=json.dumps(choice.value)[:MAX_TEXT_LENGTH],
@@ -199,7 +203,7 @@ def _store(observed: Observed, result: PassResult, plan: RunPlan, plan_json: str
     if job.spec is not None and observed.profile.spec is not None:
         template = job.spec.workspace.volume_claim_template
         if template is not None and workspace_claim_of(job.spec, job.name) not in observed.claims:
-            # Before the ConfigMap: once that is there, a missing claim is one that somebody has deleted.
+            # The claim comes before the ConfigMap: once that exists, a missing claim means that somebody has deleted it.
             result.create(workspace_claim(owner, template, job.spec.workspace.retain, observed.profile.spec.storage_class_name))
         for policy in network_policies(owner, plan, observed.profile.spec.network, observed.operator_namespace):
             result.create(policy)
@@ -209,7 +213,7 @@ def _store(observed: Observed, result: PassResult, plan: RunPlan, plan_json: str
 def missing_claims(observed: Observed, *, template_counts: bool) -> str:
     """A message about the claims that the job names and that do not exist; empty where all do.
 
-    `template_counts`: a claim made from the template is missed too, because it has been made before.
+    `template_counts`: whether the claim made from the template must exist too, because it was made before.
     """
     spec = observed.job.spec
     if spec is None:
