@@ -112,6 +112,7 @@ generate: environment ## Write all generated files: CRDs, fields, commands, rule
 	$(PYTHON) -m tests.sweep.methods_table
 	$(PYTHON) -m finetune_trainer.observe.metrics > docs/trainer-metrics.md
 	$(PYTHON) -m tools.layers_page > docs/layers.md
+	$(PYTHON) -m tools.demo_picture
 	$(PYTHON) -m tools.images.locks
 
 .PHONY: format

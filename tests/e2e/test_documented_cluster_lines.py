@@ -90,7 +90,7 @@ def write_job(directory: Path, **training: Any) -> dict[str, Any]:
 
 
 def test_lines_for_jobs_of_a_cluster_are_run_as_they_are_written(stack: Stack, desk: Desk) -> None:
-    """README's in the order of a user, then those of the pages on results and training, and of the runbooks."""
+    """The lines of the page on jobs come first, then those of the pages on results and training, and of the runbooks."""
     write_job(desk.directory, maxSteps=STEPS)
     with (
         desk.begun(as_written("kubectl get ftj -w")) as watching,

@@ -64,8 +64,9 @@ _OTHERS = "an abbreviation of a line that stands elsewhere in full"
 BLOCKS: Mapping[str, By | PartOf | No] = {
     # Executed as a whole: the page, and the first line.
     "README.md: make push REGISTRY=registry.example/team": By(_FIRST_JOB, "registry.example"),
-    "README.md: kubectl create namespace team": By(_FIRST_JOB),
-    "README.md: profiles:": By(_VALUES),
+    "docs/tutorial/first-job-on-a-cluster.md: kubectl create namespace team": By(_FIRST_JOB),
+    "docs/tutorial/first-job-on-a-cluster.md: profiles:": By(_VALUES),
+    "README.md: apiVersion: finetune.dev/v1alpha1 quickstart": By(_MAPPED),
     "docs/architecture.md: FineTuneJob --schema, CEL--> rules --> RunPlan --> fetch --> preflight --> train, attempt 0..n --> "
     "merge + verify --> publish": No("a drawing"),
     'docs/getting-started.md: {"messages": [{"role": "user", "content": "My parcel is late."}, '

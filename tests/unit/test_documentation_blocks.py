@@ -22,8 +22,10 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
 from finetune_cli.app import app
+from finetune_cli.checks.validate import validate
 from tests import suites
 from tests.support import documented_by
 from tests.support.documented import PAGES, ROOT, Block, as_written, blocks_of, indented_blocks_of, spans_of
@@ -263,7 +265,7 @@ def test_commands_that_need_no_cluster_are_run_as_they_are_written(desk: Path) -
         said = run(desk, as_written(line))
         assert "1 record" in said
         assert "[[" in said, line
-    # "what fits", as README says of this line.
+    # "what fits", as the page says of this line.
     fits = run(desk, as_written("finetune estimate -f job.yaml --model DIR --gpu H100"))
     assert re.search(r"limit +79\.0 GiB  of one H100\n +fits ", fits), fits
     limited = run(desk, as_written("finetune estimate -f job.yaml --model path/to/model --gpu-memory 80Gi"))
@@ -302,8 +304,19 @@ def test_a_generator_writes_its_page_as_the_page_says(tmp_path: Path) -> None:
     assert (tmp_path / "docs/methods.md").read_text() == (ROOT / "docs/methods.md").read_text()
 
 
+def is_part_of(part: Any, whole: Any) -> bool:
+    """Whether a document has nothing that the other has not."""
+    if isinstance(part, dict):
+        return all(name in whole and is_part_of(value, whole[name]) for name, value in part.items())
+    return bool(part == whole)
+
+
 def test_a_block_that_no_shell_reads_is_what_it_says(desk: Path) -> None:
-    """A record of the first page is one that is learnt from; an image of one's own has the packages that a test installs."""
+    """README's job is that of the example; a record is learnt from; an image of one's own has what a test installs."""
+    (job,) = blocks_of(ROOT / "README.md", "yaml")
+    assert [finding for verdict in validate(as_written(job)).verdicts for finding in verdict.findings] == []
+    shown, example = yaml.safe_load(job.text), yaml.safe_load((ROOT / "examples/quickstart.yaml").read_text())
+    assert is_part_of(shown, example)
     (record,) = blocks_of(ROOT / "docs/getting-started.md", "json")
     (desk / "DIR/data/train.jsonl").write_text(as_written(record))
     said = run(desk, "finetune data -f job.yaml --claims DIR")
