@@ -28,14 +28,14 @@ from tools.cluster.errors import wait_until
 from tools.cluster.requirements import install_packages
 
 pytestmark = pytest.mark.integration
-PAGES = ROOT / "docs" / "platform"
+PAGES = ROOT / "docs" / "how-to" / "platform"
 OF_32 = {"maxSteps": 4, "globalBatchSize": 32}
 SYSTEM, NAME = "finetune-system", "finetune-finetune-operator"
 """As the pages call the namespace, and the chart the objects of the release `finetune` in it."""
 ELSEWHERE = ("helm test ", "helm rollback finetune 1")
 """Commands that need a running pod or an older release: test_chart.py and test_upgrade.py run them."""
 FIRST_JOB = ROOT / "docs" / "tutorial" / "first-job-on-a-cluster.md"
-WITH_YAML = ("getting-started", "network", "placement")
+WITH_YAML = ("tutorial/getting-started", "reference/network", "how-to/placement")
 CHART_VALUES = yaml.safe_load((ROOT / "charts/finetune-operator/values.yaml").read_text()).keys()
 WITHOUT_NODES = """#!/bin/sh
 case "$1" in install|upgrade) exec {helm} "$@" --set replicas=0;; esac

@@ -55,7 +55,7 @@ PROGRAMS = {
 }
 """That people run with ours: what begins with one, and has more than a second word, is a command or a name of one."""
 OF_OTHER_PRODUCTS = {"accelerate", "axolotl", "llamafactory-cli", "trl"}
-"""Which docs/coming-from.md compares with ours."""
+"""Which docs/reference/coming-from.md compares with ours."""
 NO_COMMANDS = {
     *("Attempt 3 runs on 2 of 4 nodes.", "Some tensors share memory", "USER 65532:0", 'conflict with "kubectl"'),
     *(
@@ -292,16 +292,17 @@ GENERATORS = {
 
 
 def test_a_generator_writes_its_page_as_the_page_says(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/reference").mkdir(parents=True)
     for name, module in GENERATORS.items():
-        line = as_written(f"python -m {module} > docs/{name}.md")
+        page = f"docs/reference/{name}.md"
+        line = as_written(f"python -m {module} > {page}")
         run(tmp_path, line)
-        assert (tmp_path / f"docs/{name}.md").read_text() == (ROOT / f"docs/{name}.md").read_text(), f"{name}: run {line}"
+        assert (tmp_path / page).read_text() == (ROOT / page).read_text(), f"{name}: run {line}"
     # This one finds the page, and what it reads, from its own place. With their bytecode files are as new as they were.
     shutil.copytree(ROOT / "tests", tmp_path / "tests")
     (tmp_path / "bench").symlink_to(ROOT / "bench")
     run(tmp_path, as_written("python -m tests.sweep.methods_table"))
-    assert (tmp_path / "docs/methods.md").read_text() == (ROOT / "docs/methods.md").read_text()
+    assert (tmp_path / "docs/reference/methods.md").read_text() == (ROOT / "docs/reference/methods.md").read_text()
 
 
 def is_part_of(part: Any, whole: Any) -> bool:
@@ -317,12 +318,12 @@ def test_a_block_that_no_shell_reads_is_what_it_says(desk: Path) -> None:
     assert [finding for verdict in validate(as_written(job)).verdicts for finding in verdict.findings] == []
     shown, example = yaml.safe_load(job.text), yaml.safe_load((ROOT / "examples/quickstart.yaml").read_text())
     assert is_part_of(shown, example)
-    (record,) = blocks_of(ROOT / "docs/getting-started.md", "json")
+    (record,) = blocks_of(ROOT / "docs/tutorial/getting-started.md", "json")
     (desk / "DIR/data/train.jsonl").write_text(as_written(record))
     said = run(desk, "finetune data -f job.yaml --claims DIR")
     assert "1 record" in said
     assert "[[Which order is it?" in said
-    (image,) = blocks_of(ROOT / "docs/training.md", "dockerfile")
+    (image,) = blocks_of(ROOT / "docs/how-to/training.md", "dockerfile")
     installed = re.search(r"pip install --target \S+ ([^&]+) &&", image.text)
     assert installed is not None
     assert set(installed[1].split()) == {"wandb", "mlflow-skinny", "sqlalchemy", "alembic"}, "another set than the test installs"

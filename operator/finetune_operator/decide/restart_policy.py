@@ -1,6 +1,6 @@
 """The one table of what follows a failure: evidence, whether it is tried again and how often, the pauses, and the advice.
 
-`python -m finetune_operator.decide.failure_table` writes it as docs/failures.md.
+`python -m finetune_operator.decide.failure_table` writes it as docs/reference/failures.md.
 """
 
 from __future__ import annotations
