@@ -85,7 +85,7 @@ push: environment ## Push both images to REGISTRY (registry.example/team); build
 	$(PYTHON) -m tools.images $(IMAGES) --push $(REGISTRY) --values build/images.yaml $(OPTIONS)
 
 .PHONY: release
-release: environment ## Push images and chart as VERSION to REGISTRY, sign them with KEY, attach bill and provenance: docs/release.md
+release: environment ## Push images and chart as VERSION to REGISTRY, sign them with KEY, attach bill and provenance: docs/how-to/release.md
 	@test -n "$(REGISTRY)" -a -n "$(VERSION)" -a -n "$(KEY)" || \
 	  { echo "make release REGISTRY=registry.example/team VERSION=0.2.0 KEY=finetune.key: name all three" >&2; exit 2; }
 	$(PYTHON) -m tools.release --registry $(REGISTRY) --version $(VERSION) --key $(KEY) --images $(IMAGES) $(OPTIONS)
@@ -102,16 +102,17 @@ generate: environment ## Write all generated files: CRDs, fields, commands, rule
 	$(PYTHON) -m tools.values_schema
 	$(PYTHON) -m tools.chart_readme
 	$(PYTHON) -m tools.dashboards
-	$(PYTHON) -m finetune_cli.generate_rules > docs/rules.md
-	$(PYTHON) -m finetune_cli.generate_findings > docs/findings.md
-	$(PYTHON) -m finetune_cli.generate_fields > docs/fields.md
-	$(PYTHON) -m finetune_cli.generate_commands > docs/commands.md
-	$(PYTHON) -m finetune_cli.generate_coming_from > docs/coming-from.md
-	$(PYTHON) -m finetune_operator.decide.failure_table > docs/failures.md
-	$(PYTHON) -m tests.pitfalls.catalogue > docs/pitfalls.md
+	$(PYTHON) -m finetune_cli.generate_rules > docs/reference/rules.md
+	$(PYTHON) -m finetune_cli.generate_findings > docs/reference/findings.md
+	$(PYTHON) -m finetune_cli.generate_fields > docs/reference/fields.md
+	$(PYTHON) -m finetune_cli.generate_commands > docs/reference/commands.md
+	$(PYTHON) -m finetune_cli.generate_coming_from > docs/reference/coming-from.md
+	$(PYTHON) -m finetune_operator.decide.failure_table > docs/reference/failures.md
+	$(PYTHON) -m tests.pitfalls.catalogue > docs/reference/pitfalls.md
 	$(PYTHON) -m tests.sweep.methods_table
-	$(PYTHON) -m finetune_trainer.observe.metrics > docs/trainer-metrics.md
-	$(PYTHON) -m tools.layers_page > docs/layers.md
+	$(PYTHON) -m finetune_trainer.observe.metrics > docs/reference/trainer-metrics.md
+	$(PYTHON) -m tools.layers_page > docs/reference/layers.md
+	$(PYTHON) -m tools.demo_picture
 	$(PYTHON) -m tools.images.locks
 
 .PHONY: format

@@ -25,8 +25,9 @@ helm install finetune charts/finetune-operator --namespace finetune-system --cre
 helm test finetune --namespace finetune-system
 ```
 
-How to install, upgrade and uninstall it, what a profile holds, and who may do what: [install.md](../../docs/platform/install.md),
-[rights.md](../../docs/rights.md), [security.md](../../docs/security.md). Kubernetes {kubernetes}.
+How to install, upgrade and uninstall it, what a profile holds, and who may do what:
+[install.md](../../docs/how-to/platform/install.md), [rights.md](../../docs/reference/rights.md),
+[security.md](../../docs/explanation/security.md). Kubernetes {kubernetes}.
 
 ## Values
 

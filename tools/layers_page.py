@@ -1,4 +1,4 @@
-"""`python -m tools.layers_page > docs/layers.md`: the layers of every package, from import-linter's contracts.
+"""`python -m tools.layers_page > docs/reference/layers.md`: the layers of every package, from import-linter's contracts.
 
 Each row of a table is a layer, the topmost first. What is in one row does not import each other; a row imports only rows below
 it.

@@ -1,6 +1,6 @@
 """What devices can do by their data sheets, and which part of it training reaches.
 
-The peaks are published. The parts are those with which the calculation meets what steps took on one H200 (docs/memory.md).
+The peaks are published. With the parts the calculation meets what steps took on one H200 (docs/explanation/memory.md).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KEPT_FREE_PERCENT = 10
-"""Of a limit, where memory is taken for speed alone: estimates have been wrong by up to 7 % (docs/memory.md)."""
+"""Of a limit, where memory is taken for speed alone: estimates have been wrong by up to 7 % (docs/explanation/memory.md)."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """How much of a base QLoRA packs, and that the experts of a mixture are not among it.
 
-They are stacked parameters, and bitsandbytes packs linear layers (docs/decisions/0018-experts-are-not-packed.md).
+They are stacked parameters, and bitsandbytes packs linear layers (docs/explanation/decisions/0018-experts-are-not-packed.md).
 """
 
 from __future__ import annotations

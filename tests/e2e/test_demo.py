@@ -54,7 +54,8 @@ def test_the_first_command_of_the_readme_makes_a_verified_model(clone: Path) -> 
     # All of it lies where `make clean` removes it, and git shows none of it.
     assert subprocess.run(["git", "status", "--porcelain"], check=True, capture_output=True, **options).stdout == ""
     # The environment is the clone's own, for the next command of the page.
-    (installed,) = [block for block in blocks_of(ROOT / "docs/getting-started.md") if block.text.startswith("make environment")]
+    page = ROOT / "docs/tutorial/getting-started.md"
+    (installed,) = [block for block in blocks_of(page) if block.text.startswith("make environment")]
     told = f"{as_written(installed)}python -c 'import finetune_cli; print(finetune_cli.__file__)'"
     where = subprocess.run(["bash", "-euo", "pipefail", "-c", told], check=True, capture_output=True, **options).stdout
     assert Path(where.splitlines()[-1]).is_relative_to(clone)

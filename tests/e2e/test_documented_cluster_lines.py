@@ -90,7 +90,7 @@ def write_job(directory: Path, **training: Any) -> dict[str, Any]:
 
 
 def test_lines_for_jobs_of_a_cluster_are_run_as_they_are_written(stack: Stack, desk: Desk) -> None:
-    """README's in the order of a user, then those of the pages on results and training, and of the runbooks."""
+    """The lines of the page on jobs come first, then those of the pages on results and training, and of the runbooks."""
     write_job(desk.directory, maxSteps=STEPS)
     with (
         desk.begun(as_written("kubectl get ftj -w")) as watching,
@@ -138,7 +138,8 @@ def test_lines_for_jobs_of_a_cluster_are_run_as_they_are_written(stack: Stack, d
     again = desk.run(as_written("kubectl finetune reproduce NAME --wait", {"NAME": JOB}), seconds=900)
     assert "nothing differs" in again, again
 
-    (keys,) = [block for block in blocks_of(ROOT / "docs/results.md") if "signing.pub" in block.text and "genpkey" in block.text]
+    page = ROOT / "docs/how-to/results.md"
+    (keys,) = [block for block in blocks_of(page) if "signing.pub" in block.text and "genpkey" in block.text]
     desk.run(as_written(keys))
     secret = json.loads(stack.cluster.kubectl("get", "secret", "model-signing", "--namespace", NAMESPACE, "--output", "json"))
     assert list(secret["data"]) == ["signing.key"]

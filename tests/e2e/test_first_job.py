@@ -1,5 +1,6 @@
-"""From nothing to the first `Succeeded` by README's own lines: images from a real registry, on a tainted node, on new volumes.
+"""README and the page on a first job lead from nothing to the first `Succeeded`, on a tainted node with new volumes.
 
+The images come from a real registry.
 What surrounds the reader is made here: a node, a registry, a storage class with volumes, and the programs `kubectl` and `helm`.
 """
 
@@ -25,6 +26,7 @@ from tools.volumes import volume
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(5400)]
 README = ROOT / "README.md"
+PAGE = ROOT / "docs/tutorial/first-job-on-a-cluster.md"
 NUM_VOLUMES = 4
 """Three claims of the reader's, and the job's workspace."""
 
@@ -89,8 +91,10 @@ def test_readme_leads_from_nothing_to_a_verified_model(
     began = time.monotonic()
     with ExitStack() as stack:
         stack.callback(cluster.node.images.forget, registry.host)
-        for block in blocks_of(README, section="On a cluster")[:2]:
-            printed = reader.run(README, block, {"registry.example": registry.host} if "registry.example" in block.text else {})
+        for block in [*blocks_of(README, section="Install on a cluster"), *blocks_of(PAGE)]:
+            printed = reader.run(
+                ROOT / block.page, block, {"registry.example": registry.host} if "registry.example" in block.text else {}
+            )
             print(f"{time.monotonic() - began:.0f} s after the beginning:\n{printed}")
         table = printed.splitlines()
         row = dict(zip(*(line.split() for line in table if line.startswith(("NAME ", "quickstart-cluster "))), strict=True))

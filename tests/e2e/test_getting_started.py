@@ -1,5 +1,6 @@
-"""docs/getting-started.md on one machine and on a cluster, block by block, with a tiny Llama and a chat file in place of the
-reader's.
+"""docs/tutorial/getting-started.md is followed block by block on one machine and on a cluster.
+
+A tiny Llama and a chat file stand in for the reader's.
 
 Real: the manifest, every `finetune` command, the results, and Python with PEFT and transformers. Stand-ins on the path, because
 this machine has no GPU and no network: `make` (says what it would do), `vllm` (keeps its arguments) and `curl` (keeps its). What
@@ -34,7 +35,7 @@ from tools.stack import STORAGE_CLASS, Stack
 from tools.volumes import volume
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-PAGE = ROOT / "docs/getting-started.md"
+PAGE = ROOT / "docs/tutorial/getting-started.md"
 BUSYBOX = "docker.io/library/busybox:1.37"
 SECTIONS = ("The manifest", "On one machine with GPUs", "Serve it")
 KEEPS_ARGUMENTS = '#!{python}\nimport json, sys\nopen("{kept}", "a").write(json.dumps(sys.argv) + "\\n")\n'

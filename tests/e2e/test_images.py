@@ -582,7 +582,7 @@ def test_installer_that_its_lock_does_not_know_is_not_run(small_wheelhouse: _Whe
     assert "no uv wheel with a hash" in done.stderr
 
 
-_RECIPE_PAGE = REPOSITORY / "docs/training.md"
+_RECIPE_PAGE = REPOSITORY / "docs/how-to/training.md"
 _SLIM_PYTHON, _OUR_IMAGE = "python:3.11-slim-bookworm", "registry.example/team/finetune-trainer"
 """Images that the page builds on; no registry is asked for them here."""
 _OF_THE_MACHINE = (Path("/etc/pip.conf"), Path("/etc/ssl/certs/ca-certificates.crt"))

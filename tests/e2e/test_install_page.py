@@ -1,4 +1,4 @@
-"""docs/platform/install.md and the chart's README on a node: helm as a reader types it, and an operator that runs.
+"""docs/how-to/platform/install.md and the chart's README on a node: helm as a reader types it, and an operator that runs.
 
 tests/integration/test_pages.py follows the page, too, where no pod runs, and looks at what is in the cluster afterwards. Here the
 operator's image is on the node under the name that the chart gives it, as if a registry had served it.
@@ -22,7 +22,7 @@ from tools.cluster.requirements import unsupported_reason
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(1800)]
 CHART = ROOT / "charts/finetune-operator"
-PAGE = ROOT / "docs/platform/install.md"
+PAGE = ROOT / "docs/how-to/platform/install.md"
 
 
 @pytest.fixture

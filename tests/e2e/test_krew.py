@@ -62,7 +62,7 @@ def test_what_krew_would_refuse_is_refused(
 
 
 def test_the_documented_command_makes_a_bundle() -> None:
-    (line,) = re.findall(r"^make krew-bundle .*$", (ROOT / "docs/release.md").read_text(), re.MULTILINE)
+    (line,) = re.findall(r"^make krew-bundle .*$", (ROOT / "docs/how-to/release.md").read_text(), re.MULTILINE)
     shown = subprocess.run([*shlex.split(line), "-n"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "-m tools.krew --version 0.2.0 --url https://downloads.example.com/finetune" in shown
 
@@ -107,8 +107,8 @@ def user(tmp_path: Path) -> User:
 
 
 def documented_installation() -> str:
-    """What docs/release.md tells people to type, for this machine's platform."""
-    (block,) = [block for block in blocks_of(ROOT / "docs/release.md") if "krew install" in block.text]
+    """What docs/how-to/release.md tells people to type, for this machine's platform."""
+    (block,) = [block for block in blocks_of(ROOT / "docs/how-to/release.md") if "krew install" in block.text]
     return as_written(block, {"linux-amd64": own_platform()})
 
 

@@ -52,7 +52,7 @@ _PAUSE_SECONDS = 16
 _MEMORY_WITHOUT_A_COPY = "2250Mi"
 """Of 2.7 GB with the copy, and 1.8 GB without."""
 _LOST_IN_A_ROW = 50
-"""After so many the operator gives a job up (docs/failures.md)."""
+"""After so many the operator gives a job up (docs/reference/failures.md)."""
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 VERSION = "0.9.0"
-PAGE = REPOSITORY / "docs" / "release.md"
+PAGE = REPOSITORY / "docs" / "how-to" / "release.md"
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Released]:
 
 
 def _lines(beginning: str, released: Released, *, played: tuple[str, ...] = (), **more: str) -> str:
-    """The block of docs/release.md that begins so, for the registry of this test, and with more words replaced."""
+    """The block of docs/how-to/release.md that begins so, for the registry of this test, and with more words replaced."""
     (block,) = [block for block in blocks_of(PAGE) if block.text.startswith(beginning)]
     given = dict(more)
     if "https://registry.example" in block.text:
@@ -304,7 +304,7 @@ def test_tree_with_changes_is_not_released(tmp_path: Path) -> None:
 
 def test_keys_that_the_pages_make_in_the_tree_are_no_changes() -> None:
     """A release would be refused, and what it says then, that they be committed, is the worst that can be done with a key."""
-    for page in ("docs/release.md", "docs/results.md"):
+    for page in ("docs/how-to/release.md", "docs/how-to/results.md"):
         made = re.findall(r"-out (\S+\.(?:key|pub))$", (REPOSITORY / page).read_text(), re.MULTILINE)
         assert len(made) == 2, page
         for name in made:
@@ -402,7 +402,7 @@ def test_cosign_verifies_signed_results(tmp_path: Path) -> None:
     signed(release, (tmp_path / "signing.key").read_text(), tmp_path)
     with release.manifest.open() as file:
         (tmp_path / "SHA256SUMS").write_bytes(file.read())
-    (line,) = [line for line in spans_of(REPOSITORY / "docs/results.md") if line.startswith("cosign verify-blob ")]
+    (line,) = [line for line in spans_of(REPOSITORY / "docs/how-to/results.md") if line.startswith("cosign verify-blob ")]
     environment = os.environ | {"PATH": _path_with_cosign(tmp_path)}
     command = ["bash", "-c", as_written(line)]
     assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False).returncode == 0

@@ -15,7 +15,7 @@ from tools.images.sources import REPOSITORY
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
-PAGE = REPOSITORY / "docs" / "release.md"
+PAGE = REPOSITORY / "docs" / "how-to" / "release.md"
 PRESENT = [Advisory("CVE-2099-0001", "deb", "glibc"), Advisory("GHSA-2222-3333-4444", "python", "pydantic")]
 FOUND = {("libc6", "CVE-2099-0001"), ("libc-bin", "CVE-2099-0001"), ("pydantic", "GHSA-2222-3333-4444")}
 """Debian's advisories name source packages, of which these are two packages."""

@@ -82,7 +82,7 @@ def test_vllm_understands_the_lines_of_the_report(destination: str, model: str, 
 
 
 def test_vllm_understands_the_lines_of_the_pages() -> None:
-    page = ROOT / "docs" / "getting-started.md"
+    page = ROOT / "docs" / "tutorial" / "getting-started.md"
     on_one_machine = [line for block in blocks_of(page) for line in block.text.splitlines() if line.startswith("vllm ")]
     found = [parse_serve(line) for line in on_one_machine]
     assert [each["adapters"] for each in found] == [{"support-bot": "runs/claims/results/support-bot/adapter"}, {}]

@@ -1,4 +1,4 @@
-"""The least rights with which each command for jobs of a cluster works: docs/rights.md has them, and a test tries each alone."""
+"""The least rights of each command for jobs, as docs/reference/rights.md has them; a test tries each alone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ built-in roles `view` (to read) and `edit` (to run the pod that reads a workspac
 
 
 def page_section() -> str:
-    """The section of docs/rights.md."""
+    """The section of docs/reference/rights.md."""
     lines = ["| command | needs | optional |", "|---|---|---|"]
     lines += [f"| `{each.command}` | {_words(each.needed)} | {_words(each.optional)} |" for each in COMMANDS]
     return "\n".join([HEAD, *lines, ""])

@@ -329,7 +329,7 @@ def test_recorded_series_are_what_their_names_say(tmp_path: Path) -> None:
 
 
 def test_every_alert_says_what_to_do_and_where_that_is_explained() -> None:
-    sections = re.findall(r"^## (\S+)$", (ROOT / "docs" / "runbooks.md").read_text(), re.MULTILINE)
+    sections = re.findall(r"^## (\S+)$", (ROOT / "docs" / "how-to" / "runbooks.md").read_text(), re.MULTILINE)
     alerts = _alerts(rendered_rules("metrics.prometheusRule.runbooks=https://wiki.example/runbooks"))
     assert len(alerts) == 15
     assert [rule["alert"] for rule in alerts] == sections

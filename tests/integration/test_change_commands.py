@@ -1,4 +1,4 @@
-"""The commands that change jobs, as processes against a real API server, each with the least rights that docs/rights.md names."""
+"""The commands that change jobs, against a real API server, each with the least rights that docs/reference/rights.md names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each command for jobs, on a real API server, with the rights that docs/rights.md names, and without each one of them."""
+"""Each command for jobs, on a real API server, with the rights of docs/reference/rights.md, and without each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/getting-started.md on a cluster, block by block, against a real API server with the chart and the operator.
+"""docs/tutorial/getting-started.md on a cluster, block by block, against a real API server with the chart and the operator.
 
 There are no nodes: the test plays the kubelets, and a stand-in for `kubectl cp` keeps what is copied where: it has to be what
 the manifest reads. All else is `kubectl` itself.
@@ -21,7 +21,7 @@ from tests.support.documented import ROOT, Reader, blocks_of
 from tools.cluster.errors import wait_until
 
 pytestmark = pytest.mark.integration
-PAGE = ROOT / "docs/getting-started.md"
+PAGE = ROOT / "docs/tutorial/getting-started.md"
 NAMESPACE, NAME = "support", "support-bot"
 KUBECTL = """#!/bin/sh
 case "$1" in

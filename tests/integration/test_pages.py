@@ -28,13 +28,14 @@ from tools.cluster.errors import wait_until
 from tools.cluster.requirements import install_packages
 
 pytestmark = pytest.mark.integration
-PAGES = ROOT / "docs" / "platform"
+PAGES = ROOT / "docs" / "how-to" / "platform"
 OF_32 = {"maxSteps": 4, "globalBatchSize": 32}
 SYSTEM, NAME = "finetune-system", "finetune-finetune-operator"
 """As the pages call the namespace, and the chart the objects of the release `finetune` in it."""
 ELSEWHERE = ("helm test ", "helm rollback finetune 1")
 """Commands that need a running pod or an older release: test_chart.py and test_upgrade.py run them."""
-WITH_YAML = ("getting-started", "network", "placement")
+FIRST_JOB = ROOT / "docs" / "tutorial" / "first-job-on-a-cluster.md"
+WITH_YAML = ("tutorial/getting-started", "reference/network", "how-to/placement")
 CHART_VALUES = yaml.safe_load((ROOT / "charts/finetune-operator/values.yaml").read_text()).keys()
 WITHOUT_NODES = """#!/bin/sh
 case "$1" in install|upgrade) exec {helm} "$@" --set replicas=0;; esac
@@ -214,7 +215,7 @@ def test_values_and_objects_of_the_pages_are_taken_by_a_cluster(platform: Platfo
     platform.cluster.kubectl("apply", "-f", "-", input="\n".join(map(json.dumps, definitions())))
     upgrade = ("upgrade", "finetune", str(ROOT / "charts/finetune-operator"), "--namespace", SYSTEM, "--set", "replicas=0")
     values, objects = 0, 0
-    for page in sorted({*PAGES.glob("*.md"), *(ROOT / f"docs/{name}.md" for name in WITH_YAML), ROOT / "README.md"}):
+    for page in sorted({*PAGES.glob("*.md"), *(ROOT / f"docs/{name}.md" for name in WITH_YAML), FIRST_JOB}):
         for block in blocks_of(page, "yaml"):
             # A digest that is left out in the page has to be one.
             text = as_written(block, {"sha256:...": f"sha256:{'0' * 64}"} if "sha256:..." in block.text else {})

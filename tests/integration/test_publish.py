@@ -156,7 +156,7 @@ def test_signed_results_are_verified_by_the_documented_commands(place: Place, tm
     for name, content in seen.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    (lines,) = [block for block in blocks_of(ROOT / "docs/results.md") if block.text.startswith("base64 -d SHA256SUMS")]
+    (lines,) = [block for block in blocks_of(ROOT / "docs/how-to/results.md") if block.text.startswith("base64 -d SHA256SUMS")]
     script = ["sh", "-ec", as_written(lines, {"signing.pub": str(public)})]
     good = subprocess.run(script, cwd=folder, capture_output=True, text=True, check=False)
     assert (good.returncode, good.stdout) == (0, "Verified OK\n")

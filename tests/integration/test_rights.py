@@ -1,4 +1,4 @@
-"""Who may do what: the API server's own answers, as docs/rights.md has them."""
+"""Who may do what: the API server's own answers, as docs/reference/rights.md has them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.installed_chart import CLUSTER_NAME
 from tools.cluster.errors import wait_until
 
 pytestmark = pytest.mark.integration
-PAGE = Path(__file__).parents[2] / "docs" / "rights.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "rights.md"
 VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection")
 IN_NAMESPACES: Mapping[str, tuple[str, ...]] = {
     "finetunejobs.finetune.dev": VERBS,

@@ -112,8 +112,8 @@ def test_from_the_chart_before_and_back(installed: Installed, before: Path, tmp_
     assert uids(kube) == kept
     assert release.bring_profiles().returncode == 0
 
-    # Back, as docs/platform/install.md says.
-    page = (ROOT / "docs" / "platform" / "install.md").read_text()
+    # Back, as docs/how-to/platform/install.md says.
+    page = (ROOT / "docs" / "how-to" / "platform" / "install.md").read_text()
     found = re.search(r"kubectl patch finetuneprofile default (.*)\n", page)
     assert found is not None
     cluster.kubectl("patch", "finetuneprofile", "before", *found[1].replace("'", "").split())

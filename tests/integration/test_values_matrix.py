@@ -92,7 +92,7 @@ SAMPLES: Mapping[str, list[Any]] = {
         {},
         {"FineTuneGPUIdle": {"for": "1h", "severity": "critical"}, "FineTuneXidError": {"enabled": False}},
     ],
-    "metrics.prometheusRule.runbooks": ["docs/runbooks.md", "https://runbooks.example/finetune"],
+    "metrics.prometheusRule.runbooks": ["docs/how-to/runbooks.md", "https://runbooks.example/finetune"],
     "metrics.dashboards.labels": [{"grafana_dashboard": "1"}, {}],
     "networkPolicy.apiServerCIDRs": [["0.0.0.0/0"], ["10.0.0.1/32", "fd00::/8"]],
     "networkPolicy.apiServerPorts": [[443, 6443], [443]],

@@ -1,7 +1,8 @@
 """Every combination's merged tensors have the bits of PEFT's merge, under the names that the base has them in its files.
 
-Where PEFT's merge of tied embeddings is not what the model with its adapter computes (docs/decisions/0010-tied-weights.md), the
-bits are those of PEFT's merge into a copy of the base that was untied before, and the logits those of base and adapter.
+Where PEFT's merge of tied embeddings is not what the model with its adapter computes
+(docs/explanation/decisions/0010-tied-weights.md), the bits are those of PEFT's merge into a copy of the base that was
+untied before, and the logits those of base and adapter.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from tests.support.prometheus import Prometheus, running_prometheus
 KILLS = 100
 SCRAPE_SECONDS = 15.0
 GPUS_PER_POD = 4
-METRICS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+METRICS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "metrics.md"
 
 
 @dataclass

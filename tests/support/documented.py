@@ -141,7 +141,7 @@ def as_written(command: str | Block, stand_ins: Mapping[str, str] | None = None,
 
 def doctor_roles(namespace: str) -> list[dict[str, Any]]:
     """The ClusterRole and the Role that `finetune doctor` needs by the page on installation, in that order."""
-    page = ROOT / "docs" / "platform" / "install.md"
+    page = ROOT / "docs" / "how-to" / "platform" / "install.md"
     (block,) = [block for block in blocks_of(page, "yaml") if "name: finetune-doctor" in block.text]
     cluster_role, role = yaml.safe_load_all(block.text)
     role["metadata"]["namespace"] = namespace

@@ -64,69 +64,75 @@ _OTHERS = "an abbreviation of a line that stands elsewhere in full"
 BLOCKS: Mapping[str, By | PartOf | No] = {
     # Executed as a whole: the page, and the first line.
     "README.md: make push REGISTRY=registry.example/team": By(_FIRST_JOB, "registry.example"),
-    "README.md: kubectl create namespace team": By(_FIRST_JOB),
-    "README.md: profiles:": By(_VALUES),
-    "docs/architecture.md: FineTuneJob --schema, CEL--> rules --> RunPlan --> fetch --> preflight --> train, attempt 0..n --> "
-    "merge + verify --> publish": No("a drawing"),
-    'docs/getting-started.md: {"messages": [{"role": "user", "content": "My parcel is late."}, '
+    "docs/tutorial/first-job-on-a-cluster.md: kubectl create namespace team": By(_FIRST_JOB),
+    "docs/tutorial/first-job-on-a-cluster.md: profiles:": By(_VALUES),
+    "README.md: apiVersion: finetune.dev/v1alpha1 quickstart": By(_MAPPED),
+    "docs/explanation/architecture.md: FineTuneJob --schema, CEL--> rules --> RunPlan --> fetch --> preflight --> "
+    "train, attempt 0..n --> merge + verify --> publish": No("a drawing"),
+    'docs/tutorial/getting-started.md: {"messages": [{"role": "user", "content": "My parcel is late."}, '
     '{"role": "assistant", "content": "Which order is it?"}]}': By(_MAPPED),
-    "docs/getting-started.md: cat > job.yaml <<'EOF' support-bot": By(_START),
-    "docs/getting-started.md: python - <<'EOF'": By(_START),
-    "docs/getting-started.md: make environment": By(_DEMO),
-    "docs/getting-started.md: profiles:": By(_VALUES),
-    "docs/getting-started.md: kubectl create namespace support": By(_START_CLUSTER),
-    "docs/getting-started.md: kubectl wait --namespace support pod/copy --for=condition=Ready --timeout=10m": By(_START_CLUSTER),
-    "docs/getting-started.md: kubectl wait --namespace support finetunejob/support-bot --for=condition=Finished "
+    "docs/tutorial/getting-started.md: cat > job.yaml <<'EOF' support-bot": By(_START),
+    "docs/tutorial/getting-started.md: python - <<'EOF'": By(_START),
+    "docs/tutorial/getting-started.md: make environment": By(_DEMO),
+    "docs/tutorial/getting-started.md: profiles:": By(_VALUES),
+    "docs/tutorial/getting-started.md: kubectl create namespace support": By(_START_CLUSTER),
+    "docs/tutorial/getting-started.md: kubectl wait --namespace support pod/copy --for=condition=Ready --timeout=10m": By(
+        _START_CLUSTER
+    ),
+    "docs/tutorial/getting-started.md: kubectl wait --namespace support finetunejob/support-bot --for=condition=Finished "
     "--timeout=24h": By(_START_CLUSTER),
-    "docs/getting-started.md: kubectl apply --namespace support -f - <<'EOF' support-bot": By(_START_CLUSTER),
-    "docs/metrics.md: sum by (team, outcome) (": By(
+    "docs/tutorial/getting-started.md: kubectl apply --namespace support -f - <<'EOF' support-bot": By(_START_CLUSTER),
+    "docs/reference/metrics.md: sum by (team, outcome) (": By(
         "tests/simulation/test_counters.py::test_increases_add_up_over_a_hundred_deaths_of_the_operator_and_deletions_of_jobs",
         "(team,&outcome) finetune_gpu_seconds_total 30d",
     ),
-    "docs/network.md: network:": By(_VALUES),
-    "docs/placement.md: apiVersion: finetune.dev/v1alpha1 h100": By(_VALUES, "sha256:..."),
-    "docs/platform/air-gapped.md: kubectl create namespace finetune-system": By(
+    "docs/reference/network.md: network:": By(_VALUES),
+    "docs/how-to/placement.md: apiVersion: finetune.dev/v1alpha1 h100": By(_VALUES, "sha256:..."),
+    "docs/how-to/platform/air-gapped.md: kubectl create namespace finetune-system": By(
         f"{_PAGES}a_cluster_without_a_way_out", played="helm"
     ),
-    "docs/platform/backup.md: helm upgrade finetune charts/finetune-operator --namespace finetune-system --install "
+    "docs/how-to/platform/backup.md: helm upgrade finetune charts/finetune-operator --namespace finetune-system --install "
     "--create-namespace --reset-then-reuse-values --set replicas=0": By(f"{_PAGES}backup_and_restore", played="helm"),
-    "docs/platform/base-models.md: kubectl apply -f - <<'EOF' base-models-team-a": By(f"{_PAGES}a_base_model_that_all_read"),
-    "docs/platform/base-models.md: kubectl apply -f - <<'EOF' tune": By(f"{_PAGES}a_base_model_that_all_read"),
-    "docs/platform/caps.md: kubectl create namespace research": By(f"{_PAGES}caps", played="helm"),
-    "docs/platform/caps.md: kubectl get finetunejobs --namespace research --output wide": By(f"{_PAGES}caps"),
-    "docs/platform/install.md: profiles:": By(_VALUES),
-    "docs/platform/install.md: test:": By(_VALUES),
-    "docs/platform/install.md: metrics:": By(_VALUES),
-    "docs/platform/install.md: kubectl patch finetuneprofile default --type=json "
+    "docs/how-to/platform/base-models.md: kubectl apply -f - <<'EOF' base-models-team-a": By(
+        f"{_PAGES}a_base_model_that_all_read"
+    ),
+    "docs/how-to/platform/base-models.md: kubectl apply -f - <<'EOF' tune": By(f"{_PAGES}a_base_model_that_all_read"),
+    "docs/how-to/platform/caps.md: kubectl create namespace research": By(f"{_PAGES}caps", played="helm"),
+    "docs/how-to/platform/caps.md: kubectl get finetunejobs --namespace research --output wide": By(f"{_PAGES}caps"),
+    "docs/how-to/platform/install.md: profiles:": By(_VALUES),
+    "docs/how-to/platform/install.md: test:": By(_VALUES),
+    "docs/how-to/platform/install.md: metrics:": By(_VALUES),
+    "docs/how-to/platform/install.md: kubectl patch finetuneprofile default --type=json "
     """--patch='[{"op":"remove","path":"/metadata/ownerReferences"}]'""": By(_INSTALL),
-    "docs/platform/install.md: apiVersion: rbac.authorization.k8s.io/v1 finetune": By(_VALUES),
-    "docs/platform/install.md: apiVersion: rbac.authorization.k8s.io/v1 finetune-doctor": By(_VALUES),
-    "docs/platform/operator-down.md: helm upgrade finetune charts/finetune-operator --namespace finetune-system "
+    "docs/how-to/platform/install.md: apiVersion: rbac.authorization.k8s.io/v1 finetune": By(_VALUES),
+    "docs/how-to/platform/install.md: apiVersion: rbac.authorization.k8s.io/v1 finetune-doctor": By(_VALUES),
+    "docs/how-to/platform/operator-down.md: helm upgrade finetune charts/finetune-operator --namespace finetune-system "
     "--reset-then-reuse-values --set replicas=0": By(f"{_PAGES}the_operator_away", played="helm"),
-    "docs/platform/storage.md: kubectl create namespace single": By(f"{_PAGES}storage_that_one_node_mounts"),
-    "docs/release.md: kubectl krew install --manifest finetune.yaml --archive kubectl-finetune-v0.2.0-linux-amd64.tar.gz": By(
+    "docs/how-to/platform/storage.md: kubectl create namespace single": By(f"{_PAGES}storage_that_one_node_mounts"),
+    "docs/how-to/release.md: kubectl krew install --manifest finetune.yaml "
+    "--archive kubectl-finetune-v0.2.0-linux-amd64.tar.gz": By(
         "tests/e2e/test_krew.py::test_krew_installs_a_bundle_and_removes_all_of_it", "linux-amd64"
     ),
-    "docs/release.md: openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out finetune.key": By(
+    "docs/how-to/release.md: openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out finetune.key": By(
         f"{_RELEASE}documented_commands_make_a_release", "registry.example", "make"
     ),
-    "docs/release.md: image=registry.example/team/finetune-operator@$DIGEST": By(
+    "docs/how-to/release.md: image=registry.example/team/finetune-operator@$DIGEST": By(
         f"{_RELEASE}cosign_verifies_what_was_released_and_nothing_else", "registry.example"
     ),
-    "docs/release.md: set -euo pipefail": By(_VERIFY, "https://registry.example"),
-    """docs/release.md: curl -fsS -H "$accept" "$url/manifests/${DIGEST/:/-}.att" | jq -r '.layers[] | """
+    "docs/how-to/release.md: set -euo pipefail": By(_VERIFY, "https://registry.example"),
+    """docs/how-to/release.md: curl -fsS -H "$accept" "$url/manifests/${DIGEST/:/-}.att" | jq -r '.layers[] | """
     """select(.annotations.predicateType == "https://cyclonedx.org/bom").digest' > bill.digest""": By(_VERIFY),
-    'docs/release.md: for tag in 0.2.0 "${DIGEST/:/-}.sig" "${DIGEST/:/-}.att"; do': By(
+    'docs/how-to/release.md: for tag in 0.2.0 "${DIGEST/:/-}.sig" "${DIGEST/:/-}.att"; do': By(
         f"{_RELEASE}mirror_takes_signatures_along", "0.2.0 mirror.example/finetune registry.example"
     ),
-    "docs/results.md: openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out signing.key": By(_CLUSTER),
-    "docs/results.md: base64 -d SHA256SUMS.sig > SHA256SUMS.signature": By(
+    "docs/how-to/results.md: openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out signing.key": By(_CLUSTER),
+    "docs/how-to/results.md: base64 -d SHA256SUMS.sig > SHA256SUMS.signature": By(
         "tests/integration/test_publish.py::test_signed_results_are_verified_by_the_documented_commands", "signing.pub"
     ),
-    "docs/training.md: spec:": By(
+    "docs/how-to/training.md: spec:": By(
         "tests/unit/finetune_trainer/preflight/test_added_tokens.py::test_the_tokens_of_the_page_are_added"
     ),
-    "docs/training.md: FROM python:3.11-slim-bookworm AS trackers": No(
+    "docs/how-to/training.md: FROM python:3.11-slim-bookworm AS trackers": No(
         "its first image comes from Docker Hub; tests/unit/finetune_trainer/observe/test_services_for_real.py installs the "
         "packages that it names, and a test compares the names"
     ),
@@ -278,18 +284,18 @@ LINES: Mapping[str, By | PartOf | No] = {
     "python -m bench.memory": No("a part of `make bench-memory`, which `make nightly` runs"),
     "python -m bench.spot --trace FILE": No("needs a recorded trace of a spot market, and none is here"),
     "python -m finetune_cli": No(_MODULE),
-    "python -m finetune_cli.generate_coming_from > docs/coming-from.md": By(_GENERATED),
-    "python -m finetune_cli.generate_commands > docs/commands.md": By(_GENERATED),
-    "python -m finetune_cli.generate_fields > docs/fields.md": By(_GENERATED),
-    "python -m finetune_cli.generate_findings > docs/findings.md": By(_GENERATED),
-    "python -m finetune_cli.generate_rules > docs/rules.md": By(_GENERATED),
+    "python -m finetune_cli.generate_coming_from > docs/reference/coming-from.md": By(_GENERATED),
+    "python -m finetune_cli.generate_commands > docs/reference/commands.md": By(_GENERATED),
+    "python -m finetune_cli.generate_fields > docs/reference/fields.md": By(_GENERATED),
+    "python -m finetune_cli.generate_findings > docs/reference/findings.md": By(_GENERATED),
+    "python -m finetune_cli.generate_rules > docs/reference/rules.md": By(_GENERATED),
     "python -m finetune_operator": No(_MODULE),
     "python -m finetune_operator.apply_profiles FILE": No(_MODULE),
     "python -m finetune_operator.check_release": No(_MODULE),
-    "python -m finetune_operator.decide.failure_table > docs/failures.md": By(_GENERATED),
+    "python -m finetune_operator.decide.failure_table > docs/reference/failures.md": By(_GENERATED),
     "python -m finetune_trainer {fetch,preflight,train,merge,publish}": No(_MODULE),
     "python -m tests.e2e.failures": No("what `make failures` runs"),
-    "python -m tests.pitfalls.catalogue > docs/pitfalls.md": By(_GENERATED),
+    "python -m tests.pitfalls.catalogue > docs/reference/pitfalls.md": By(_GENERATED),
     "python -m tests.sweep.methods_table": By(_GENERATED),
     "python -m tools.budget --lower": No("it would write into the tree that is tested"),
     "python -m tools.prose PACKAGE": No("`make lint` counts what it prints"),

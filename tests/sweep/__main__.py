@@ -162,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, help="begin no combination after so long")
     parser.add_argument("--only", metavar="ID", help="run one recorded combination again and show everything")
     parser.add_argument("--again", action="store_true", help="run what was recorded as judged wrongly, with whatever sources")
-    parser.add_argument("--table", action="store_true", help="run what docs/methods.md needs")
+    parser.add_argument("--table", action="store_true", help="run what docs/reference/methods.md needs")
     parser.add_argument("--new", action="store_true", help="leave out what was run with these sources already")
     parser.add_argument("--rehearse", type=int, metavar="N", help="rehearse so many recorded combinations, and compare")
     parser.add_argument("--any-sources", action="store_true", help="rehearse what was recorded with whatever sources")

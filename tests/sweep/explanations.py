@@ -84,7 +84,7 @@ GROWS = (
     r"^model-settings-conflict: .*(cannot shard|version 1 would)",
 )
 """Refusals, as `id: message`, of what fails from two ranks on, where one rank works: nothing is sharded there, and rules about
-FSDP are applied all the same, so that a job which was tried on one rank can grow (docs/rules.md)."""
+FSDP are applied all the same, so that a job which was tried on one rank can grow (docs/reference/rules.md)."""
 
 UNSEEN: dict[str, str] = {
     "packing-with-recurrent-layers": "the state of one record changes losses and gradients of the next (on the sweep's Mamba "

@@ -1,4 +1,4 @@
-"""The rows of docs/methods.md, and which cases of the sweep answer them."""
+"""The rows of docs/reference/methods.md, and which cases of the sweep answer them."""
 
 from __future__ import annotations
 

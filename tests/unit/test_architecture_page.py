@@ -1,4 +1,4 @@
-"""docs/architecture.md, docs/layers.md and docs/security.md say what is there."""
+"""docs/explanation/architecture.md, docs/reference/layers.md and docs/explanation/security.md say what is there."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 from tools import layers_page
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PAGE = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
 QUESTIONS = 20
 NAME = re.compile(r"`((?:finetune_\w+|tests)/[\w/]+(?:\.py)?)(?:::(\w+))?`")
 
@@ -46,7 +46,7 @@ def test_each_question_is_answered_by_a_module() -> None:
 
 
 def test_the_picture_of_the_layers_is_that_of_the_contracts() -> None:
-    assert (ROOT / "docs" / "layers.md").read_text() == layers_page.page(), "run `make generate`"
+    assert (ROOT / "docs" / "reference" / "layers.md").read_text() == layers_page.page(), "run `make generate`"
 
 
 def test_every_package_has_a_law_for_each_of_its_modules() -> None:
@@ -58,7 +58,7 @@ def test_every_package_has_a_law_for_each_of_its_modules() -> None:
 
 
 def test_every_threat_names_tests_that_exist() -> None:
-    page = (ROOT / "docs" / "security.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "security.md").read_text()
     rows = [line for line in page.split("## Threats")[1].split("\n## ")[0].splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 20
     assert [row for row in rows if not NAME.search(row.split("|")[-2])] == []

@@ -22,8 +22,10 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
 from finetune_cli.app import app
+from finetune_cli.checks.validate import validate
 from tests import suites
 from tests.support import documented_by
 from tests.support.documented import PAGES, ROOT, Block, as_written, blocks_of, indented_blocks_of, spans_of
@@ -53,7 +55,7 @@ PROGRAMS = {
 }
 """That people run with ours: what begins with one, and has more than a second word, is a command or a name of one."""
 OF_OTHER_PRODUCTS = {"accelerate", "axolotl", "llamafactory-cli", "trl"}
-"""Which docs/coming-from.md compares with ours."""
+"""Which docs/reference/coming-from.md compares with ours."""
 NO_COMMANDS = {
     *("Attempt 3 runs on 2 of 4 nodes.", "Some tensors share memory", "USER 65532:0", 'conflict with "kubectl"'),
     *(
@@ -263,7 +265,7 @@ def test_commands_that_need_no_cluster_are_run_as_they_are_written(desk: Path) -
         said = run(desk, as_written(line))
         assert "1 record" in said
         assert "[[" in said, line
-    # "what fits", as README says of this line.
+    # "what fits", as the page says of this line.
     fits = run(desk, as_written("finetune estimate -f job.yaml --model DIR --gpu H100"))
     assert re.search(r"limit +79\.0 GiB  of one H100\n +fits ", fits), fits
     limited = run(desk, as_written("finetune estimate -f job.yaml --model path/to/model --gpu-memory 80Gi"))
@@ -290,26 +292,38 @@ GENERATORS = {
 
 
 def test_a_generator_writes_its_page_as_the_page_says(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/reference").mkdir(parents=True)
     for name, module in GENERATORS.items():
-        line = as_written(f"python -m {module} > docs/{name}.md")
+        page = f"docs/reference/{name}.md"
+        line = as_written(f"python -m {module} > {page}")
         run(tmp_path, line)
-        assert (tmp_path / f"docs/{name}.md").read_text() == (ROOT / f"docs/{name}.md").read_text(), f"{name}: run {line}"
+        assert (tmp_path / page).read_text() == (ROOT / page).read_text(), f"{name}: run {line}"
     # This one finds the page, and what it reads, from its own place. With their bytecode files are as new as they were.
     shutil.copytree(ROOT / "tests", tmp_path / "tests")
     (tmp_path / "bench").symlink_to(ROOT / "bench")
     run(tmp_path, as_written("python -m tests.sweep.methods_table"))
-    assert (tmp_path / "docs/methods.md").read_text() == (ROOT / "docs/methods.md").read_text()
+    assert (tmp_path / "docs/reference/methods.md").read_text() == (ROOT / "docs/reference/methods.md").read_text()
+
+
+def is_part_of(part: Any, whole: Any) -> bool:
+    """Whether a document has nothing that the other has not."""
+    if isinstance(part, dict):
+        return all(name in whole and is_part_of(value, whole[name]) for name, value in part.items())
+    return bool(part == whole)
 
 
 def test_a_block_that_no_shell_reads_is_what_it_says(desk: Path) -> None:
-    """A record of the first page is one that is learnt from; an image of one's own has the packages that a test installs."""
-    (record,) = blocks_of(ROOT / "docs/getting-started.md", "json")
+    """README's job is that of the example; a record is learnt from; an image of one's own has what a test installs."""
+    (job,) = blocks_of(ROOT / "README.md", "yaml")
+    assert [finding for verdict in validate(as_written(job)).verdicts for finding in verdict.findings] == []
+    shown, example = yaml.safe_load(job.text), yaml.safe_load((ROOT / "examples/quickstart.yaml").read_text())
+    assert is_part_of(shown, example)
+    (record,) = blocks_of(ROOT / "docs/tutorial/getting-started.md", "json")
     (desk / "DIR/data/train.jsonl").write_text(as_written(record))
     said = run(desk, "finetune data -f job.yaml --claims DIR")
     assert "1 record" in said
     assert "[[Which order is it?" in said
-    (image,) = blocks_of(ROOT / "docs/training.md", "dockerfile")
+    (image,) = blocks_of(ROOT / "docs/how-to/training.md", "dockerfile")
     installed = re.search(r"pip install --target \S+ ([^&]+) &&", image.text)
     assert installed is not None
     assert set(installed[1].split()) == {"wandb", "mlflow-skinny", "sqlalchemy", "alembic"}, "another set than the test installs"

@@ -1,4 +1,4 @@
-"""docs/library-settings.md names every setting of the locked libraries that a job has no field for, and no other."""
+"""docs/reference/library-settings.md names every setting of the locked libraries that a job has no field for, and no other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from finetune_job.methods import METHODS
 
-PAGE = Path(__file__).parents[2] / "docs" / "library-settings.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "library-settings.md"
 
 
 def fields(chosen: Any, *common: Any) -> set[str]:

@@ -21,7 +21,7 @@ from tests.unit.finetune_cli.manifests import ACCEPTED, edited
 from tests.unit.finetune_memory.jobs import judged
 from tests.unit.finetune_trainer.data.record_files import write
 
-PAGE = Path(__file__).parents[2] / "docs/limits.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/limits.md"
 
 
 def rows() -> dict[str, tuple[str, str]]:

@@ -1,5 +1,5 @@
-"""A newcomer who holds only the pages: data sets as people have them, the manifest of docs/getting-started.md, and what the
-product prints. Each data set is trained, or refused with a fix that works as it is written.
+"""A newcomer has the pages only: data sets as people have them, the manifest of docs/tutorial/getting-started.md, and what
+the product prints. Each data set is trained, or refused with a fix that works as it is written.
 
 The first answer to the slowest forms comes from a process that may not import torch, and is timed. Training is one step of one
 rank of a tiny model.
@@ -118,7 +118,7 @@ def claims(model: Path, tmp_path: Path) -> Path:
 
 
 def manifest_of_the_page() -> dict[str, Any]:
-    (block,) = blocks_of(ROOT / "docs/getting-started.md", section="The manifest")
+    (block,) = blocks_of(ROOT / "docs/tutorial/getting-started.md", section="The manifest")
     document: dict[str, Any] = yaml.safe_load(re.split(r"EOF'?\n", block.text)[1])
     document["spec"]["data"]["source"] = "pvc://data/mine"
     return document
@@ -198,7 +198,7 @@ def trained_records(spec: dict[str, Any], claims: Path) -> int:
 def test_what_the_page_on_training_says_of_forms_is_accepted_at_once(claims: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest column of its table, for the data sets that it names."""
     monkeypatch.chdir(claims.parent)
-    page = (ROOT / "docs/training.md").read_text().partition("### Records with other names")[2].partition("###")[0]
+    page = (ROOT / "docs/how-to/training.md").read_text().partition("### Records with other names")[2].partition("###")[0]
     rows = [re.split(r" \| ", line.strip("| ")) for line in page.splitlines() if line.startswith("| ")][1:]
     for form, name in (("Alpaca", "Alpaca"), ("ShareGPT", "ShareGPT"), ("CSV", "CSV with other headers")):
         (told,) = [said for first, said in rows if first.startswith(form)]

@@ -13,7 +13,7 @@ BILL_TYPE = "https://cyclonedx.org/bom"
 EXPLOITABILITY_TYPE = "https://openvex.dev/ns"
 PROVENANCE_TYPE = "https://slsa.dev/provenance/v1"
 _BUILD_TYPE = "https://finetune.dev/build/{}/v1"
-"""Described in docs/release.md."""
+"""Described in docs/how-to/release.md."""
 _BUILDER = "https://finetune.dev/build/make-release"
 
 

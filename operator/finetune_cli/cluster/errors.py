@@ -70,7 +70,7 @@ def cluster_error(error: RequestError, method: str, path: str, server: str) -> C
             right = right_for(method, path)
             missing = f"you may not {right}" if right is not None else message
             return ClusterError(
-                f"{missing}; ask for a Role with this right (docs/rights.md lists those that each command needs)", status=403
+                f"{missing}; ask for a Role with this right (docs/reference/rights.md lists what each command needs)", status=403
             )
         case 404 if f"/{GROUP}/" in path and not error.details.get("name"):
             return ClusterError(

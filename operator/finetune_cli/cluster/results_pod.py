@@ -96,7 +96,7 @@ class ResultsPod:
             if error.status == 403:  # it does not say which of the two is missing; before Kubernetes 1.35 `get` was enough
                 raise ClusterError(
                     f"you may not get and create pods/exec in the namespace {self._namespace}; ask for a Role with both rights "
-                    "(docs/rights.md lists those that each command needs)",
+                    "(docs/reference/rights.md lists what each command needs)",
                     status=403,
                 ) from error
             raise cluster_error(error, "GET", path, self._cluster.client.server) from error

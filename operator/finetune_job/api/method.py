@@ -285,7 +285,7 @@ class MethodSpec(ApiModel):
     """How the model is fine-tuned."""
 
     type: MethodType = MethodType.LORA
-    """How the model is trained: all of it (Full), or through an adapter. docs/methods.md has each of them."""
+    """How the model is trained: all of it (Full), or through an adapter. docs/reference/methods.md has each of them."""
     lora: LoraSpec | None = None
     """Adapter settings; only with LoRA, QLoRA, DoRA and QDoRA."""
     settings: MethodSettings | None = None

@@ -1,7 +1,7 @@
 """The ledger of usage: one ConfigMap of the release with the accounts of all jobs, and the totals of those that are gone.
 
 It is one object, because only then adding to a total and removing a job's account are one write. It is written by one process,
-whose writes may be carried out without an answer; docs/decisions/0022 has the reasons.
+whose writes may be carried out without an answer; docs/explanation/decisions/0022 has the reasons.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The table of what follows a failure: the evidence, whether and how often it is retried, the pauses, and the advice.
 
-`python -m finetune_operator.decide.failure_table` writes it as docs/failures.md.
+`python -m finetune_operator.decide.failure_table` writes it as docs/reference/failures.md.
 """
 
 from __future__ import annotations

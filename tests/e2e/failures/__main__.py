@@ -1,6 +1,6 @@
 """`python -m tests.e2e.failures [--only NAME...]`: the table of failures on two real nodes.
 
-Prints the table and keeps it in docs/results.md. The exit code is 1 when a case did not come out as expected, 2 where this
+Prints the table and keeps it in docs/how-to/results.md. The exit code is 1 when a case did not come out as expected, 2 where this
 machine cannot run nodes.
 """
 

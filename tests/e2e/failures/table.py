@@ -1,4 +1,4 @@
-"""The table of failures: kept as JSON in bench/results, and from there in docs/results.md."""
+"""The table of failures: kept as JSON in bench/results, and from there in docs/how-to/results.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.e2e.failures.case import Case, Outcome
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORD = ROOT / "bench/results/failures.json"
-PAGE = ROOT / "docs/results.md"
+PAGE = ROOT / "docs/how-to/results.md"
 _BEGIN = "<!-- The table below is written by `python -m tests.e2e.failures`. -->"
 _END = "<!-- End of the table. -->"
 _HEAD = ("case", "what happens", "failed attempts: class", "counted", "status says", "final state", "next trained step")

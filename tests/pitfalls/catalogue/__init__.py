@@ -7,5 +7,5 @@ The entries are data/*.toml, named by their numbers:
     065_118   launch, precision, quantised bases, ways to start, patterns, methods, tokens, merge
     119_173   checkpointing, packing and chats, other engines, resuming, loading, other tools
 
-`python -m tests.pitfalls.catalogue > docs/pitfalls.md` writes the page.
+`python -m tests.pitfalls.catalogue > docs/reference/pitfalls.md` writes the page.
 """

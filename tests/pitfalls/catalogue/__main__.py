@@ -1,4 +1,4 @@
-"""Writes docs/pitfalls.md to standard output."""
+"""Writes docs/reference/pitfalls.md to standard output."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The page docs/pitfalls.md from the entries."""
+"""The page docs/reference/pitfalls.md from the entries."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LIBRARIES = ("torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes
 _HEAD = """# Pitfalls and decisions
 
 Documented ways in which settings of PEFT, FSDP, quantisation, checkpointing, tokenisation and merging fail late or silently, and
-what this product does about each. Generated with `python -m tests.pitfalls.catalogue > docs/pitfalls.md`; the rules themselves
-are in [rules.md](rules.md).
+what this product does about each. Generated with `python -m tests.pitfalls.catalogue > docs/reference/pitfalls.md`; the rules
+themselves are in [rules.md](rules.md).
 
 What the libraries do was observed on {versions}, on CPU ranks with gloo.
 
@@ -125,4 +125,4 @@ def _tests(tests: tuple[str, ...]) -> str:
 
 def _link(file: str, *function: str) -> str:
     title = f' "{function[0]}"' if function else ""
-    return f"[{PurePosixPath(file).stem}](../{file}{title})"
+    return f"[{PurePosixPath(file).stem}](../../{file}{title})"

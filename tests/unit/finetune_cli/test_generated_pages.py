@@ -20,14 +20,14 @@ from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.crd import structural_schema
 from tests.unit.finetune_cli.manifests import ACCEPTED, Quoted
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[3] / "docs/reference"
 PAGES = {"fields": generate_fields.page, "commands": generate_commands.page, "coming-from": generate_coming_from.page}
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_are_fresh(name: str) -> None:
     program = f"finetune_cli.generate_{name.replace('-', '_')}"
-    assert (DOCS / f"{name}.md").read_text() == PAGES[name](), f"run: python -m {program} > docs/{name}.md"
+    assert (DOCS / f"{name}.md").read_text() == PAGES[name](), f"run: python -m {program} > docs/reference/{name}.md"
 
 
 def paths(schema: dict[str, Any], path: str = "spec") -> set[str]:

@@ -1,7 +1,7 @@
 """What all adapters together make of every stored tensor of the base model. An adapter tensor that is not used is an error.
 
 The adapters follow one another, parameters that share memory stay together or are written apart
-(docs/decisions/0010-tied-weights.md), and parameters become stored tensors. Called by plan.py.
+(docs/explanation/decisions/0010-tied-weights.md), and parameters become stored tensors. Called by plan.py.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def page() -> str:
         for each in DEFINITIONS
     )
     return (
-        "<!-- Generated: python -m finetune_trainer.observe.metrics > docs/trainer-metrics.md -->\n"
+        "<!-- Generated: python -m finetune_trainer.observe.metrics > docs/reference/trainer-metrics.md -->\n"
         "# Metrics of a training run\n\n"
         "Rank 0 answers at `/metrics` while a job trains. Which job a sample belongs to is told by the labels that Prometheus "
         "adds when it scrapes the pod.\n\n"

@@ -29,7 +29,7 @@ from finetune_trainer.weights.rounding import dtype_name
 
 
 def experts_not_packed(model: PeftModel, method: MethodPlan) -> Iterator[Finding]:
-    """Only linear layers are packed (docs/decisions/0018-experts-are-not-packed.md)."""
+    """Only linear layers are packed (docs/explanation/decisions/0018-experts-are-not-packed.md)."""
     stacked = _stacked_experts(model)
     if method.quantization is None or not stacked:
         return

@@ -242,7 +242,7 @@ def test_what_stands_in_the_way_is_told_and_no_pod_is_left(run: Run, server: Api
     assert run(f"download succeeded {tmp_path / 'here'} --timeout soon").exit_code == 2
 
 
-def test_what_readme_says_of_jobs_of_a_cluster_is_done_as_it_is_written(
+def test_what_the_page_on_jobs_says_is_done_as_it_is_written(
     run: Run, server: ApiServer, given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """JOB is a job that trains. What is submitted succeeds at once."""
@@ -255,7 +255,7 @@ def test_what_readme_says_of_jobs_of_a_cluster_is_done_as_it_is_written(
         put(collection, *({**document, **status} for document in documents))
 
     monkeypatch.setattr(server, "put", put_ended)
-    (block,) = blocks_of(ROOT / "README.md", section="Commands for jobs of a cluster")
+    (block,) = blocks_of(ROOT / "docs/how-to/jobs.md", section="Commands for jobs of a cluster")
     said = {}
     for line in block.text.splitlines():
         command = re.sub(r"\bJOB\b", "running", line.partition("  #")[0].removeprefix("finetune "))

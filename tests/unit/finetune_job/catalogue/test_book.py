@@ -113,7 +113,7 @@ def texts_of(reproduction: str) -> set[str]:
 
 
 def test_the_page_is_generated_from_the_catalogue() -> None:
-    assert (ROOT / "docs/findings.md").read_text() == page(), "run: python -m finetune_cli.generate_findings > docs/findings.md"
+    assert (ROOT / "docs/reference/findings.md").read_text() == page(), "run: make generate"
 
 
 @pytest.mark.parametrize("words", [FailureClass, ConditionType, Reason, Phase, AttemptOutcome])

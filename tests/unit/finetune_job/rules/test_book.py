@@ -72,7 +72,7 @@ def test_the_table_of_fsdp_fields_matches_the_models_fields():
 
 
 def test_the_page_is_generated_from_these_rules():
-    assert (ROOT / "docs/rules.md").read_text() == page(), "run: python -m finetune_cli.generate_rules > docs/rules.md"
+    assert (ROOT / "docs/reference/rules.md").read_text() == page(), "run: make generate"
     for rule in RULES:
         assert f"### {rule.id}\n" in page()
 

@@ -64,4 +64,4 @@ def test_what_is_shown_and_what_is_avoided_name_their_tests():
 
 
 def test_the_page_is_generated_from_the_entries():
-    assert (ROOT / "docs/pitfalls.md").read_text() == page(), "run: python -m tests.pitfalls.catalogue > docs/pitfalls.md"
+    assert (ROOT / "docs/reference/pitfalls.md").read_text() == page(), "run: make generate"

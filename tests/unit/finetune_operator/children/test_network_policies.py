@@ -142,7 +142,7 @@ def test_a_way_out_leads_to_public_addresses_alone(address: str, is_reached: boo
     assert any(holds(one["cidr"]) and not any(map(holds, one["except"])) for one in blocks) is is_reached
 
 
-PAGE = Path(__file__).parents[4] / "docs/network.md"
+PAGE = Path(__file__).parents[4] / "docs/reference/network.md"
 WORDS = {
     "the run": {"podSelector"},
     "DNS servers": {"namespace kube-system", "block 169.254.20.10/32"},

@@ -7,7 +7,7 @@ from pathlib import Path
 from finetune_job.failures import FailureClass
 from finetune_operator.decide.failure_table import page
 
-PAGE = Path(__file__).parents[4] / "docs" / "failures.md"
+PAGE = Path(__file__).parents[4] / "docs" / "reference" / "failures.md"
 
 
 def test_the_committed_page_is_current() -> None:

@@ -493,7 +493,7 @@ def test_rows_are_read_from_base_and_adapter(tmp_path: Path) -> None:
     "settings", [lora(target_modules=["q_proj", "embed_tokens"]), lora(target_modules=list(BOTH), ensure_weight_tying=True)]
 )
 def test_an_adapted_tied_embedding_keeps_the_logits(settings: PeftConfig, tmp_path: Path) -> None:
-    """PEFT's merge changes both, or changes them twice; see docs/decisions/0010-tied-weights.md."""
+    """PEFT's merge changes both, or changes them twice; see docs/explanation/decisions/0010-tied-weights.md."""
     case = Case(tiny.qwen2(), settings, BF16)
     base = save_base(tmp_path / "base", case)
     adapter = save_adapter(tmp_path / "adapter", base, case)

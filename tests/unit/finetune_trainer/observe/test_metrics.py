@@ -95,5 +95,5 @@ def test_badput_of_all_attempts_is_told_before_the_first_step(run_metrics: RunMe
 
 
 def test_the_page_is_generated_from_the_definitions() -> None:
-    path = ROOT / "docs/trainer-metrics.md"
-    assert path.read_text() == page(), "run: python -m finetune_trainer.observe.metrics > docs/trainer-metrics.md"
+    path = ROOT / "docs/reference/trainer-metrics.md"
+    assert path.read_text() == page(), "run: python -m finetune_trainer.observe.metrics > docs/reference/trainer-metrics.md"

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[4]
 PACKAGES = ("wandb", "mlflow-skinny", "sqlalchemy", "alembic")
-"""As docs/training.md has them for an image of one's own."""
+"""As docs/how-to/training.md has them for an image of one's own."""
 ATTEMPT = """
 import sys
 # Behind what is locked, as the image of the page has them.

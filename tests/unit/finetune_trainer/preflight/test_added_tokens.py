@@ -333,7 +333,7 @@ def test_the_changes_of_findings_about_added_tokens_clear_them(context: Any, cha
 
 
 def test_the_tokens_of_the_page_are_added(context: Any) -> None:
-    (block,) = blocks_of(ROOT / "docs/training.md", "yaml", "Records")
+    (block,) = blocks_of(ROOT / "docs/how-to/training.md", "yaml", "Records")
     tokens = yaml.safe_load(as_written(block))["spec"]["model"]["addedTokens"]
     job = context({"model.addedTokens": tokens})
     assert run(job).outcome is Outcome.SUCCEEDED
