@@ -138,7 +138,9 @@ class SplitWriter:
             left -= len(block)
 
     def counts(self, documents: Array) -> tuple[Array, Array]:
-        """See DocumentCounts. The counts are read in blocks, since mapped pages of all documents would count as resident memory."""
+        """See DocumentCounts. The counts are read in blocks, since mapped pages of all documents would count as resident
+        memory.
+        """
         tokens, supervised = np.empty(len(documents), dtype=np.int64), np.empty(len(documents), dtype=np.int64)
         self._counts.flush()
         done = 0
