@@ -1,8 +1,8 @@
-"""What an adapter of a method outside LoRA's family does to the base model: PEFT's layers merge its modules one by one.
+"""Changes of the base model by an adapter of a method outside LoRA's family: PEFT's layers merge its modules one by one.
 
 In: the adapter's tensors and settings, and where the base's parameters are stored. Out: changes and whole replacements by the
-model's own parameter paths, for resolve_changes.py. Called for every `peft_type` but LORA. PEFT's layer classes, imported for it,
-are asked what tensors they have, so that a missing, unknown or wrongly shaped one is found before a byte is written.
+model's own parameter paths, for resolve_changes.py. Called for every `peft_type` but LORA. PEFT's layer classes tell which
+tensors they have, so that a missing, unknown or wrongly shaped one is detected before a byte is written.
 An adapter tensor is named `base_model.model.<module>.<part>`, or `base_model.<part>` if modules share it.
 """
 
@@ -55,8 +55,9 @@ CHANGED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "LN_TUNING": (),
     "TRAINABLE_TOKENS": (),
 }  # fmt: skip
-"""PEFT's methods that merge here, and which parameters of a module each changes (its layer's `merge`).
-A module may lack a bias."""
+"""PEFT's methods that merge here -> the parameters of a module that each changes (its layer's `merge`). A module may lack a
+bias.
+"""
 
 NEVER_MERGED: Mapping[str, str] = {
     "OSF": "it trains the base weights' own factors",
@@ -66,14 +67,14 @@ NEVER_MERGED: Mapping[str, str] = {
     "LILY": "PEFT has no merge for it: its layers choose by the input which of the shared matrices they use",
     "FROD": "its file lacks matrices that PEFT computes from the weights of the base, elsewhere other ones",
 }
-"""Why methods do not merge; those that are in neither table put tokens before the input, which does not change weights."""
+"""Reasons why methods do not merge. Methods in neither table put tokens before the input, which does not change weights."""
 MERGE_SETTINGS: Mapping[str, tuple[MergeSetting, ...]] = {
     method.peft_type: method.merge_settings for method in METHODS.values() if method.peft_type
 }
 _CHOICE = ("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern")
 """Fields, common to all methods, that choose modules."""
 _SHARED_PROJECTIONS = frozenset({"VERA", "PVERA", "RANDLORA"})
-"""Their layers take their part of projections that are as large as the largest layer."""
+"""Methods whose layers use parts of projections that are as large as the largest layer."""
 
 
 def non_lora_changes(adapter: AdapterHeaders, model: StoredModel, base_config: Mapping[str, Any]) -> AdapterChanges:
@@ -131,9 +132,13 @@ def _chosen(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _header(model: StoredModel, path: str) -> TensorHeader | None:
-    """The stored tensor that holds this parameter and nothing else."""
-    found = model.parameter(path)
-    return found.parts[0].header if found is not None and len(found.parts) == 1 and found.parts[0].expert is None else None
+    """The stored tensor that holds exactly this parameter."""
+    parameter = model.parameter(path)
+    return (
+        parameter.parts[0].header
+        if parameter is not None and len(parameter.parts) == 1 and parameter.parts[0].expert is None
+        else None
+    )
 
 
 def _supported(config: Mapping[str, Any]) -> str:
@@ -156,7 +161,9 @@ def _supported(config: Mapping[str, Any]) -> str:
 
 
 def _split(name: str, model: StoredModel) -> tuple[str, str]:
-    """Adapter tensor name -> (module of the base model, the part within it): the longest beginning that has a weight."""
+    """Adapter tensor name -> (module of the base model, the part within it). The module is the longest beginning that has a
+    weight.
+    """
     parts = name.removeprefix(INSIDE_PEFT).split(".")
     for length in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:length])
@@ -179,9 +186,9 @@ def _replace(result: AdapterChanges, name: str, tensor: TensorHeader, model: Sto
 def _add_tokens(
     tokens: Mapping[str, TensorHeader], model: StoredModel, config: Mapping[str, Any], result: AdapterChanges
 ) -> None:
-    """Trained rows. What is tied to an embedding follows it: PEFT trains the same rows there, and writes them once more.
+    """Add trained rows. Parameters tied to an embedding get the same rows: PEFT trains them there, and writes them once more.
 
-    Rows of a tied head alone are the head's: the embedding stays as it is, and the merged model's are two.
+    If only a tied head has rows, the embedding stays as it is, and the two are separate in the merged model.
     """
     indices = tuple(config.get("token_indices") or ())
     for module, tensor in tokens.items():
@@ -206,13 +213,13 @@ def _add_tokens(
 
 
 def _parameters(module: str, model: StoredModel, replacements: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-    found = {}
+    headers = {}
     for name in _WEIGHT_AND_BIAS:
         path = f"{module}.{name}"
         header = replacements.get(model.path(path)) or _header(model, path)
         if header is not None:
-            found[name] = header
-    return found
+            headers[name] = header
+    return headers
 
 
 def _layer(
