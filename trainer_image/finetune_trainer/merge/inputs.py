@@ -62,9 +62,9 @@ _ROWS = frozenset({TOKENS_PART, f"{TOKENS_BASE}.weight", "trainable_tokens_delta
 def plan_merge(
     base: Path, adapters: Sequence[Path], dtype: str | None, max_shard_bytes: int, quantization: Quantization | None = None
 ) -> MergePlan:
-    """The plan of a merge, from headers and configurations only: cheap enough for preflight. Raises MergeError.
+    """Plan a merge from headers and configurations only, which is cheap enough for preflight. Raises MergeError.
 
-    quantization: merge into what a training with these settings saw of the base, else into the base as stored.
+    quantization: merge into the base as a training with these settings saw it; None: into the base as stored.
     """
     checkpoint, config = read_checkpoint(base), read_json(base / CONFIG_FILE)
     model = read_stored_model(checkpoint, config)

@@ -1,9 +1,9 @@
 """Changes of the base model by an adapter of a method outside LoRA's family: PEFT's layers merge its modules one by one.
 
 In: the adapter's tensors and settings, and where the base's parameters are stored. Out: changes and whole replacements by the
-model's own parameter paths, for resolve_changes.py. Called for every `peft_type` but LORA. PEFT's layer classes tell which
-tensors they have, so that a missing, unknown or wrongly shaped one is detected before a byte is written.
-An adapter tensor is named `base_model.model.<module>.<part>`, or `base_model.<part>` if modules share it.
+model's own parameter paths, for resolve_changes.py. Called for every `peft_type` but LORA. PEFT's layer classes list their
+tensors, so that a missing, unknown or wrongly shaped one is detected before a byte is written. An adapter tensor is named
+`base_model.model.<module>.<part>`, or `base_model.<part>` if modules share it.
 """
 
 from __future__ import annotations
