@@ -50,10 +50,10 @@ class Budget:
 def continuations(
     models: Continued, prompts: Sequence[Sequence[int]], stops: Collection[int], budget: Budget, scratch: Path
 ) -> tuple[int, list[tuple[list[int], list[int]]]]:
-    """Most tokens of an answer, and of each prompt the answers of base and tuned model; one that ends has its stop token last.
+    """The largest number of tokens of an answer, and for each prompt the answers of base and tuned model.
 
-    stops: tokens that end an answer. scratch: for what does not fit into memory. Raises TooLargeError, NotStreamableError,
-    MergeError, ValueError without an adapter that can be streamed or a tuned model.
+    A finished answer ends with its stop token. stops: tokens that end an answer. scratch: for what does not fit into memory.
+    Raises TooLargeError, NotStreamableError, MergeError, ValueError without an adapter that can be streamed or a tuned model.
     """
     groups = _groups(models)
     size = sum(stored.num_bytes for stored, _ in groups)

@@ -77,9 +77,8 @@ def compare_logits(
 ) -> list[LogitFigures]:
     """Figures of the merged model against each reference, on the device of the first.
 
-    prompts: token ids, each at least one token. scratch: where logits are kept meanwhile. Raises ValueError without prompts or
-    with an empty one, UnverifiableModelError for a model that can neither be streamed nor fits into memory, MergeError for a
-    broken one.
+    prompts: token ids, each at least one token. scratch: directory for logits. Raises ValueError without prompts or with an empty
+    one, UnverifiableModelError for a model that can neither be streamed nor fits into memory, MergeError for a broken one.
     """
     if not prompts or not all(prompts):
         raise ValueError(f"prompts: {len(prompts)} given, each must hold at least one token id, or nothing is compared.")
