@@ -1,1 +1,1 @@
-"""What runs in the pods of a job: fetch, preflight, train, merge and publish, one after the other."""
+"""The programs in the pods of a job: fetch, preflight, train, merge and publish, one after the other."""

@@ -1,4 +1,4 @@
-"""`python -m finetune_trainer {fetch,preflight,train,merge,publish}`: one role, as the plan and these arguments say."""
+"""`python -m finetune_trainer {fetch,preflight,train,merge,publish}`: run one role with the plan and these arguments."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from finetune_trainer.processes.start import (
 from finetune_trainer.termination import run_role
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
-"""Of a role's lines, from which `finetune run` tells what a role is doing and waiting for."""
+"""Format of a role's log lines, from which `finetune run` learns what a role is doing or waiting for."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of all roles."""
+    """Build the parser of the arguments of all roles."""
     top = argparse.ArgumentParser(prog="python -m finetune_trainer", description=__doc__)
     roles = top.add_subparsers(dest="role", required=True)
     for role in Role:
@@ -116,7 +116,7 @@ ROLES: dict[Role, Callable[[RunContext, argparse.Namespace], TerminationReport]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one role; the exit code."""
+    """Run one role and return the exit code."""
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     arguments = parser().parse_args(argv)
     if arguments.parent is not None:
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> TerminationReport:
         contexts.append(run_context(arguments))
         role = Role(arguments.role)
-        # Of an earlier preflight's rows this one knows nothing: the base may have changed since.
+        # Preflight ignores rows of an earlier preflight: the base may have changed since.
         context = contexts[0] if role in (Role.FETCH, Role.PREFLIGHT) else contexts[0].with_trained_rows()
         return ROLES[role](context, arguments)
 

@@ -1,7 +1,6 @@
-"""What preflight has written down of tokens that a job adds to its base model, and the plan with their rows.
+"""Preflight's record of tokens that a job adds to its base model, and the plan with their rows.
 
-Ids are known once the tokenizer has been read, after the plan is frozen, so every role that follows reads them from the
-workspace.
+The ids are known once the tokenizer has been read, after the plan is frozen, so later roles read them from the workspace.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ MOST_RECORD_BYTES = 1 << 20
 
 
 class AddedTokens(BaseModel):
-    """A base model with added tokens, which is complete once this is there."""
+    """A base model with added tokens. The model is complete once this record exists."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     tokens: tuple[AddedTokenPlan, ...]
     ids: tuple[int, ...]
-    """In the order of `tokens`."""
+    """Ids in the order of `tokens`."""
     num_rows: int
-    """Of the embeddings."""
+    """Number of rows of the embeddings."""
     has_more_rows: bool
-    """Whether that is more than the base has."""
+    """Whether the embeddings have more rows than in the base."""
     embedding: str
-    """The end of the path of the module."""
+    """Last part of the embedding module's path."""
     head: str
-    """The same of the output head."""
+    """Last part of the output head's path."""
     separate_head: str | None
-    """That, if it does not share the embedding's rows."""
+    """The output head, if it does not share the embedding's rows."""
 
     @model_validator(mode="after")
     def _one_id_each(self) -> Self:
@@ -53,34 +52,34 @@ class AddedTokens(BaseModel):
 
     @property
     def id_of(self) -> dict[str, int]:
-        """By the tokens' texts."""
+        """Ids by the tokens' texts."""
         return {token.content: number for token, number in zip(self.tokens, self.ids, strict=True)}
 
 
 class BaseOrder(BaseModel):
-    """A base model with added tokens that is to be made, and of what."""
+    """An order to make a base model with added tokens."""
 
     base: Path
     root: Path
-    """Below which links of the base may lead."""
+    """Directory below which links of the base may lead."""
     tokens: tuple[AddedTokenPlan, ...]
     allow_remote_code: bool
     saved_whole: tuple[str, ...] | None
     """Names of modules that the adapter holds whole; None: there is no adapter."""
     target: Path
     record: Path
-    """Where AddedTokens is written, last of all."""
+    """Path of AddedTokens, which is written last."""
 
     @classmethod
     def of(cls, plan: RunPlan, **places: Any) -> Self:
-        """What the plan says, and the other fields."""
+        """Make an order from the plan and the other fields."""
         model, method = plan.model, plan.method
-        told = {"tokens": model.added_tokens, "allow_remote_code": model.allow_remote_code}
-        return cls(**told, saved_whole=method.saved_modules if method.trains_adapter else None, **places)
+        settings = {"tokens": model.added_tokens, "allow_remote_code": model.allow_remote_code}
+        return cls(**settings, saved_whole=method.saved_modules if method.trains_adapter else None, **places)
 
 
 def read_added_tokens(path: Path) -> AddedTokens | None:
-    """None if preflight has not written it. Raises ModelError if it is not what preflight writes, OSError."""
+    """Read the record; None if preflight has not written it. Raises ModelError if it is not what preflight writes, OSError."""
     try:
         return AddedTokens.model_validate_json(read_own(path, MOST_RECORD_BYTES))
     except FileNotFoundError:
@@ -93,8 +92,9 @@ def read_added_tokens(path: Path) -> AddedTokens | None:
 
 
 def remove_made(record: Path, target: Path) -> None:
-    """Remove what has these names: the record first, without which the model is not complete; and what a process that was killed
-    had made of it. Raises OSError.
+    """Remove record and model, and leftovers of a killed process. Raises OSError.
+
+    The record goes first, since without it the model is not complete.
     """
     remove_tree(record)
     remove_tree(target)
@@ -104,24 +104,24 @@ def remove_made(record: Path, target: Path) -> None:
 
 
 def known_token(tokens: Sequence[AddedTokenPlan], vocabulary: Mapping[str, int], tokenizer: Any) -> Finding | None:
-    """A token that is to be added and that the tokenizer has already. vocabulary: its ids by text."""
+    """The finding of an added token that the tokenizer already has, or None. vocabulary: its ids by text."""
     ids = {token.content: _known_id(token.content, vocabulary, tokenizer) for token in tokens}
     known = [content for content, number in ids.items() if number is not None]
     if not known:
         return None
-    left = [token.written() for token in tokens if token.content not in known]
+    remaining = [token.written() for token in tokens if token.content not in known]
     return make_finding(
         "added-token-known",
         field=FIELD,
         value=known[0],
         message=f"the tokenizer has {known[0]!r} already, as {ids[known[0]]} ({len(known)} such tokens)",
         fix="remove it from addedTokens; its row is trained if trainableTokenIndices names it",
-        changes={FIELD: left or None},
+        changes={FIELD: remaining or None},
     )
 
 
 def _known_id(content: str, vocabulary: Mapping[str, int], tokenizer: Any) -> int | None:
-    """Vocabularies of bytes write a space and all beyond ASCII otherwise than texts do, so the text is read, too."""
+    """Id of a known token. Vocabularies of bytes spell a space and non-ASCII text differently, so the text is encoded, too."""
     if content in vocabulary:
         return vocabulary[content]
     ids = tokenizer(content, add_special_tokens=False)["input_ids"]
@@ -129,9 +129,9 @@ def _known_id(content: str, vocabulary: Mapping[str, int], tokenizer: Any) -> in
 
 
 def with_trained_rows(plan: RunPlan, added: AddedTokens) -> RunPlan:
-    """The plan that trains the rows of the added tokens, of embedding and output head, as far as nothing else trains these.
+    """The plan that also trains the added tokens' rows of embedding and output head, unless something else trains these.
 
-    Raises ModelError if they are not the plan's.
+    Raises ModelError if the tokens are not the plan's.
     """
     if added.tokens != plan.model.added_tokens:
         raise ModelError(f"{FIELD}: what preflight has written down is of other tokens", _NOT_OURS)

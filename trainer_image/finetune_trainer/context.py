@@ -1,4 +1,4 @@
-"""What every role and every rank knows: the plan, proven by its digest, where things are, and the arguments that say so."""
+"""The context of every role and every rank: the plan, proven by its digest, the mounts, and the arguments for them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from finetune_trainer.files import link_root
 
 @dataclass(frozen=True)
 class RunContext:
-    """One role of one attempt."""
+    """The context of one role in one attempt."""
 
     plan: RunPlan
     plan_sha256: str
     claims_root: Path
     attempt: int
     links_lead_to: Path | None = None
-    """Below which links of the base model may lead; None: the mount of its claim, or the cache that it is a snapshot of."""
+    """Directory below which links of the base model may lead; None: the mount of its claim, or the cache that it is a snapshot
+    of.
+    """
     until_step: int | None = None
     """Optimizer step after which training ends with its state saved and no result; None: it trains to its end."""
 
     def path(self, location: ClaimPath) -> Path:
-        """Where a location on a claim is mounted."""
+        """Path at which a location on a claim is mounted."""
         return self.claims_root / location.claim / location.path
 
     @property
@@ -46,53 +48,53 @@ class RunContext:
 
     @property
     def source_model(self) -> Path:
-        """The directory that the job names, or what was fetched of it."""
+        """The directory that the job names, or its fetched copy."""
         return self.path(self.plan.model.location)
 
     @property
     def base_model(self) -> Path:
-        """What is trained and merged into: that directory, or what preflight has made of it with the job's added tokens."""
+        """The model that is trained and merged into: the source, or preflight's copy with the job's added tokens."""
         return self.workspace.base_with_tokens if self.plan.model.added_tokens else self.source_model
 
     @property
     def base_model_root(self) -> Path:
-        """Below which links of the base model may lead."""
+        """Directory below which links of the base model may lead."""
         claim = self.plan.workspace.claim if self.plan.model.added_tokens else self.plan.model.location.claim
         return self.links_lead_to or link_root(self.base_model, self.claims_root / claim)
 
     def with_trained_rows(self) -> RunContext:
-        """The same with a plan that trains the rows of added tokens, which preflight has made.
+        """This context with a plan that trains the rows of added tokens, if the job has some.
 
-        Raises ModelError if there is no record of them, or another one than preflight writes; OSError.
+        Raises ModelError if preflight's record of them is missing or malformed; OSError.
         """
         if not self.plan.model.added_tokens:
             return self
         path = self.workspace.added_tokens
         added = read_added_tokens(path)
         if added is None:
-            # Without their ids the job would train none of their rows, and say nothing.
+            # Without their ids the job would silently train none of their rows.
             hint = "start a new job, and let nothing else write to its workspace"
             raise ModelError(f"{path}: is gone, which says what ids the tokens of {FIELD} have", hint)
         return replace(self, plan=with_trained_rows(self.plan, added))
 
     @property
     def learning_sha256(self) -> str:
-        """Digest of what this run learns, however many ranks learn it."""
+        """Digest of what this run learns, independent of the number of ranks."""
         return learning_sha256(self.plan)
 
 
 def read_plan(path: Path, sha256: str) -> RunPlan:
-    """The plan in `path`, whose bytes must have the announced digest. Raises PlanMismatchError."""
+    """Read the plan in `path`, whose bytes must have the announced digest. Raises PlanMismatchError."""
     try:
         encoded = path.read_bytes()
     except OSError as error:
         raise PlanMismatchError(
             f"--plan {path}: cannot be read ({error})", "mount the plan's ConfigMap, or give the path of plan.json"
         ) from error
-    found = hashlib.sha256(encoded).hexdigest()
-    if found != sha256:
+    digest = hashlib.sha256(encoded).hexdigest()
+    if digest != sha256:
         raise PlanMismatchError(
-            f"--plan {path}: sha256 is {found}, announced was {sha256}", "the plan was changed after the start; start a new job"
+            f"--plan {path}: sha256 is {digest}, announced was {sha256}", "the plan was changed after the start; start a new job"
         )
     try:
         return RunPlan.model_validate_json(encoded)
@@ -104,7 +106,7 @@ def read_plan(path: Path, sha256: str) -> RunPlan:
 
 
 def add_run_arguments(arguments: argparse.ArgumentParser) -> None:
-    """The arguments of every role and every rank."""
+    """Add the arguments of every role and every rank."""
     arguments.add_argument("--plan", type=Path, required=True)
     arguments.add_argument("--plan-sha256", required=True)
     arguments.add_argument("--claims-root", type=Path, default=Path(CLAIMS_MOUNT))
@@ -112,12 +114,12 @@ def add_run_arguments(arguments: argparse.ArgumentParser) -> None:
 
 
 def add_until_step(arguments: argparse.ArgumentParser) -> None:
-    """The argument of those that train."""
+    """Add the argument of programs that train."""
     arguments.add_argument("--until-step", type=int, help="end after this optimizer step, with the state saved and no result")
 
 
 def run_context(arguments: argparse.Namespace) -> RunContext:
-    """The plan that the arguments name, as it was frozen. Raises PlanMismatchError."""
+    """The context for the arguments, with the frozen plan that they name. Raises PlanMismatchError."""
     plan = read_plan(arguments.plan, arguments.plan_sha256)
     until = getattr(arguments, "until_step", None)
     return RunContext(plan, arguments.plan_sha256, arguments.claims_root, arguments.attempt, until_step=until)

@@ -1,8 +1,7 @@
-"""Credentials, read from the files that the kubelet mounts and from nowhere else.
+"""Credentials, read only from the files that the kubelet mounts.
 
-On a user's own machine, where that directory does not exist, they come from the places that the tools of each service know.
-
-A value is read when it is used and kept no longer than the client that needs it; none shows in a repr.
+On a user's own machine, where that directory does not exist, they come from the usual places of each service's tools. A value is
+read when it is used and kept no longer than the client that needs it; none shows in a repr.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ if TYPE_CHECKING:
 DOCKER_HUB = "docker.io"
 _DOCKER_HUB_HOSTS = frozenset({DOCKER_HUB, "index.docker.io", "registry-1.docker.io"})
 _DOCKER_HUB_KEY = "https://index.docker.io/v1/"
-"""Under which Docker keeps the login of its own registry."""
+"""Key under which Docker keeps the login of its own registry."""
 _TOKEN_USER = "<token>"  # noqa: S105 - the user name that stands for an identity token
 _HELPER_SECONDS = 60.0
-"""Longest time for a credential helper; it may ask the user."""
+"""Longest time for a credential helper, which may ask the user."""
 _LOGINS_HINT = (
     "spec.output.secretRef must name a Secret of type kubernetes.io/dockerconfigjson, as `kubectl create secret docker-registry` "
     "makes it (on your own machine: `docker login`)"
@@ -44,7 +43,7 @@ _LOGINS_HINT = (
 
 @dataclass(frozen=True)
 class RegistryLogin:
-    """Opens a registry: user name and password, or an identity token that a token service takes."""
+    """A login to a registry: user name and password, or an identity token for a token service."""
 
     username: str = field(repr=False)
     password: str = field(repr=False)
@@ -52,10 +51,10 @@ class RegistryLogin:
 
 
 class Credentials:
-    """What the role was given."""
+    """The credentials of a role."""
 
     def __init__(self, directory: Path) -> None:
-        """`directory`: where the kubelet mounts credentials; where it does not exist, this is a user's own machine."""
+        """directory: where the kubelet mounts credentials; if it does not exist, this is a user's own machine."""
         self._directory = directory
 
     @property
@@ -63,14 +62,14 @@ class Credentials:
         return not self._directory.is_dir()
 
     def _value(self, file: CredentialFile) -> str | None:
-        """Without the newline that editors add; None where there is none."""
+        """Value without the newline that editors add; None if there is none."""
         try:
             return (self._directory / file.path).read_text().strip() or None
         except FileNotFoundError:
             return None
 
     def hub_token(self) -> str | None:
-        """Locally HF_TOKEN, or what `hf auth login` has kept."""
+        """Token of the Hub. Locally it is HF_TOKEN, or that of `hf auth login`."""
         if not self._is_local:
             return self._value(HUB_TOKEN)
         from huggingface_hub import get_token
@@ -78,18 +77,19 @@ class Credentials:
         return get_token()
 
     def s3_session(self) -> Session | None:
-        """Return boto3's session. Locally it finds what the tools of AWS find: variables, profiles, single sign-on, the machine's
-        role; in a pod the Secret alone, because the role of a node is not the user's. None: requests are not signed.
+        """Return boto3's session, or None if requests are not signed.
 
-        Raises ConfigError if the machine's settings cannot be used.
+        Locally it finds what the tools of AWS find: variables, profiles, single sign-on, the machine's role. In a pod it uses
+        only the Secret, because the role of a node is not the user's. Raises ConfigError if the machine's settings cannot be
+        used.
         """
         from boto3.session import Session
         from botocore.exceptions import BotoCoreError
 
         if self._is_local:
             try:
-                found = Session()
-                return found if found.get_credentials() is not None else None
+                session = Session()
+                return session if session.get_credentials() is not None else None
             except BotoCoreError as error:
                 raise ConfigError(f"AWS credentials: {error}", "correct AWS_PROFILE, or the files in ~/.aws") from None
         key_id, secret, token = (self._value(file) for file in S3_KEYS)
@@ -98,13 +98,13 @@ class Credentials:
         return Session(aws_access_key_id=key_id, aws_secret_access_key=secret, aws_session_token=token)
 
     def signing_key(self) -> str | None:
-        """PEM. None: nothing is signed, as on a user's own machine."""
+        """The signing key in PEM. None: nothing is signed, as on a user's own machine."""
         return None if self._is_local else self._value(SIGNING_KEY)
 
     def registry_login(self, registry: str) -> RegistryLogin | None:
-        """Return the login of a registry. Locally it is Docker's: of a credential helper, or in config.json.
+        """Return the login of a registry. Locally it is Docker's: from a credential helper or config.json.
 
-        Raises DestinationRefusedError if the file cannot be read, or the helper not be started.
+        Raises DestinationRefusedError if the file cannot be read, or the helper cannot be started.
         """
         if self._is_local:
             path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
@@ -118,7 +118,7 @@ class Credentials:
             logins = json.loads(content)
             return (_login_of_helper(registry, logins) if self._is_local else None) or login_for(registry, logins)
         except (ValueError, TypeError, AttributeError):
-            # What the exception says may hold a part of the file.
+            # The exception's text may contain a part of the file.
             raise DestinationRefusedError(f"{path}: holds no logins for registries", _LOGINS_HINT) from None
         except (OSError, subprocess.TimeoutExpired) as error:
             message = f"{path}: a credential helper failed ({type(error).__name__})"
@@ -126,8 +126,9 @@ class Credentials:
 
 
 def _login_of_helper(registry: str, logins: Mapping[str, Any]) -> RegistryLogin | None:
-    """Ask the program that keeps the login, as Docker does: one for this registry, or one for all. None: there is none, or it has
-    none. Raises what a document of another form raises, OSError, TimeoutExpired.
+    """Ask the program that keeps the login, as Docker does: one for this registry, or one for all. None: there is no login.
+
+    Raises the errors of malformed documents, OSError, TimeoutExpired.
     """
     name = (logins.get("credHelpers") or {}).get(registry) or logins.get("credsStore")
     if not name:
@@ -144,9 +145,9 @@ def _login_of_helper(registry: str, logins: Mapping[str, Any]) -> RegistryLogin 
 
 
 def login_for(registry: str, logins: Mapping[str, Any]) -> RegistryLogin | None:
-    """The login of a registry in a dockerconfigjson; None where there is none.
+    """The login of a registry in a dockerconfigjson; None if there is none.
 
-    Keys are hosts with their ports, as Docker writes them; older ones are addresses with scheme and path, whose host alone
+    Keys are hosts with their ports, as Docker writes them; older ones are addresses with scheme and path, of which only the host
     counts. Raises ValueError, TypeError, AttributeError if the document has another form.
     """
     entries = logins.get("auths") or {}

@@ -1,4 +1,4 @@
-"""Failures with their class: what this package raises, and what the exceptions of libraries mean."""
+"""Failures with their class: the errors of this package, and the meaning of libraries' exceptions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 from finetune_job.failures import FailureClass
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a file system that is full, a quota, or a limit of file sizes."""
+"""Error numbers of a full file system, a quota, or a limit of file sizes."""
 REFUSED_WRITES = (errno.EACCES, errno.EPERM, errno.EROFS)
 """Error numbers of a file or file system that may not be changed."""
 
@@ -32,13 +32,13 @@ class ConfigError(TrainerError):
 
 
 class DataError(TrainerError):
-    """The data set or what was prepared from it cannot be used."""
+    """The data set or the data prepared from it cannot be used."""
 
     failure = FailureClass.USER_DATA
 
 
 class ModelError(TrainerError):
-    """The base model is missing, damaged or of a kind that is not accepted."""
+    """The base model is missing, damaged or not accepted."""
 
     failure = FailureClass.USER_MODEL
 
@@ -50,17 +50,17 @@ class NonFiniteError(TrainerError):
 
 
 class CheckpointError(TrainerError):
-    """A checkpoint cannot be what was written."""
+    """A checkpoint is damaged."""
 
     failure = FailureClass.CHECKPOINT_INVALID
 
 
 class ForeignCheckpointError(CheckpointError):
-    """A checkpoint is whole, but of another run."""
+    """A checkpoint is complete, but of another run."""
 
 
 class SaveError(TrainerError):
-    """A checkpoint could not be written, because the storage fails or may not be written to. Older checkpoints are unharmed."""
+    """A checkpoint could not be written, because the storage fails or refuses writes. Older checkpoints are unharmed."""
 
 
 class DiskFullSaveError(SaveError):
@@ -88,19 +88,19 @@ class VerificationError(TrainerError):
 
 
 class DestinationRefusedError(TrainerError):
-    """The destination does not take the results until a human acts."""
+    """The destination refuses the results until a human acts."""
 
     failure = FailureClass.DESTINATION_REFUSED
 
 
 class DestinationUnavailableError(TrainerError):
-    """The destination did not answer, or broke off."""
+    """The destination did not answer, or the connection broke off."""
 
     failure = FailureClass.DESTINATION_UNAVAILABLE
 
 
 class DeviceFaultError(TrainerError):
-    """A GPU computes wrong results, or says itself that it is broken."""
+    """A GPU computes wrong results, or reports that it is broken."""
 
     failure = FailureClass.DEVICE_FAULT
 
@@ -119,17 +119,17 @@ _BROKEN_DEVICE = re.compile(
     r"uncorrectable (ECC|NVLink) error|fallen off the bus|device\(s\) is/are busy or unavailable|hardware stack error|\bXid \d+",
     re.IGNORECASE,
 )
-"""What the driver says of a broken device: of its memory, its bus, or of a place in which another process keeps it."""
+"""Messages of the driver about a broken device: about its memory, its bus, or another process that keeps it busy."""
 BROKEN_DEVICE_HINT = "cordon the node and have its device tested, as with dcgmi diag"
 
 
 def classify(error: BaseException) -> tuple[FailureClass, str]:
-    """Failure class and hint of any exception; the chain of causes is searched where the exception itself says nothing."""
+    """Failure class and hint of any exception. If the exception itself has none, the chain of causes is searched."""
     seen: BaseException | None = error
     while seen is not None:
-        found = _classify_one(seen)
-        if found is not None:
-            return found
+        failure = _classify_one(seen)
+        if failure is not None:
+            return failure
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
     return FailureClass.INTERNAL, ""
 

@@ -1,12 +1,12 @@
-"""Durable writes, where a name holds either what was there before or the whole of what is new; and reads of files from strangers.
+"""Durable writes, after which a name holds either the old content or all of the new; and reads of untrusted files.
 
-Whoever can write to a claim can put a link, a pipe or another path there. Three laws, by whose file it is:
-* what this product wrote itself is never a link (`read_own`, `open_beneath`);
-* links of a model or an adapter may lead to places below its `link_root`, and nowhere else (`links_outside`, `open_within`);
+Whoever can write to a claim can put a link, a pipe or another path there. Three rules apply, depending on whose file it is:
+* files that this product wrote itself are never links (`read_own`, `open_beneath`);
+* links of a model or an adapter may lead only to places below its `link_root` (`links_outside`, `open_within`);
 * everything else is opened without waiting and must be a plain file (`open_regular`).
-A check and an open that follows are no protection: the name could change in between. So the open itself refuses.
 
-And the names of licence files.
+A check before the open would be no protection, since the name could change in between. So the open itself refuses.
+This module also has the names of licence files.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from io import BufferedReader
 from pathlib import Path, PurePosixPath
 
 MANIFEST_FILE = "manifest.json"
-"""Of a directory of results: its other files with their sizes and SHA-256, and what it was made by. Written last."""
+"""Manifest of a directory of results: its other files with their sizes and SHA-256, and their origin. Written last."""
 HASHING_THREADS = max(1, min(2, (os.cpu_count() or 1) - 1))
-"""That read files again, one each. One processor is for the thread that has them hashed."""
+"""Number of threads that hash files. One processor is left for the thread that has them hashed."""
 HASHED_AT_ONCE = 16 << 20
-"""Bytes of a file that a thread holds."""
+"""Bytes of a file that a hashing thread holds."""
 TEMPORARY_MARK = ".tmp-"
 """Part of the name of everything that is not complete yet."""
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"
-"""Directory whose files transformers reads with the tokenizer: templates besides the first one, such as that for tools."""
+"""Directory of further templates, such as one for tools, which transformers reads with the tokenizer."""
 TOKENIZER_PATTERNS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -44,16 +44,17 @@ TOKENIZER_PATTERNS = (
     "chat_template*",
     f"{TEMPLATES}/*",
 )
-"""Files of a model that decide how text becomes tokens."""
+"""Files of a model that determine how text becomes tokens."""
 CODE_SUFFIX = ".py"
 OTHER_LAYOUT = "consolidated"
-"""Beginning of the name of weights that some repositories hold a second time, in the layout of their author's own software."""
+"""Prefix of weights that some repositories hold a second time, in the layout of their author's own software."""
 _COPY_BYTES = 1 << 20
 MOST_OWN_BYTES = 1 << 30
-"""Of a manifest, a journal or a report. The longest are histories: some 300 bytes for each step of training."""
+"""Bound of a manifest, a journal or a report. The longest are histories: some 300 bytes for each training step."""
 LICENCE_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")
-"""Beginnings of the names of files that are a model's terms, in capitals: they are fetched with it and published with everything
-that is made of it."""
+"""Prefixes of the names of a model's licence files, in capitals. They are fetched with it and published with everything made of
+it.
+"""
 
 
 def temporary_beside(path: Path) -> Path:
@@ -95,7 +96,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove what has this name, if anything has: a directory with all below it, or a file or link, which is not followed.
+    """Remove `path` if it exists: a directory with everything below it, or a file or link, which is not followed.
 
     Raises OSError.
     """
@@ -113,7 +114,7 @@ def publish_directory(temporary: Path, final: Path) -> None:
 
 
 class SpecialFileError(OSError):
-    """A pipe, a socket, a device or a link where a file should be: reading it could block, never end, or show another file."""
+    """A pipe, a socket, a device or a link in place of a file. Reading it could block, never end, or return another file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(
@@ -122,24 +123,24 @@ class SpecialFileError(OSError):
 
 
 class OutsideError(OSError):
-    """A name or a link leads out of the directory that it belongs to. Nothing of what is there was read."""
+    """A name or a link leads out of its directory. Nothing was read there."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(errno.EXDEV, why, str(path))
 
 
 def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
-    """Open a file of the user's for reading, without waiting. Raises SpecialFileError, and OSError as the file system does.
+    """Open a user's file for reading, without waiting. Raises SpecialFileError, OSError.
 
-    `follow`: whether `path` itself may be a link.
+    follow: whether `path` itself may be a link.
     """
     return _opened(path, path, None, 0 if follow else os.O_NOFOLLOW)
 
 
 def open_beneath(root: Path, name: str) -> BufferedReader:
-    """Open the file `name`, with slashes, below `root`; none of its parts may be a link. `root` itself is trusted.
+    """Open the file `name`, with slashes, below `root`. None of its parts may be a link; `root` itself is trusted.
 
-    Raises OutsideError, SpecialFileError, and OSError as the file system does.
+    Raises OutsideError, SpecialFileError, OSError.
     """
     path, parts = root / name, PurePosixPath(name).parts
     if not parts or not set(parts).isdisjoint(("/", "//", "..")):
@@ -159,24 +160,24 @@ def open_beneath(root: Path, name: str) -> BufferedReader:
 
 
 def open_within(path: Path, root: Path) -> BufferedReader:
-    """Open the file to which `path` leads, through links or not, if that is below `root`; no link is followed in the open.
+    """Open the file to which `path` leads, possibly through links, if that is below `root`. The open itself follows no link.
 
-    Raises OutsideError, SpecialFileError, and OSError as the file system does.
+    Raises OutsideError, SpecialFileError, OSError.
     """
     return open_beneath(Path(os.path.realpath(root)), str(inside(path, root)))
 
 
 def inside(path: Path, root: Path) -> PurePosixPath:
-    """Where `path` leads to, relative to `root`, all links of both followed. Raises OutsideError if it is not below."""
+    """Where `path` leads to, relative to `root`, after following all links of both. Raises OutsideError if it is not below."""
     real, real_root = os.path.realpath(path), os.path.realpath(root)
-    found = PurePosixPath(real)
-    if not found.is_relative_to(real_root):
+    target = PurePosixPath(real)
+    if not target.is_relative_to(real_root):
         raise OutsideError(path, f"is a link to {real}, which is outside {real_root}")
-    return found.relative_to(real_root)
+    return target.relative_to(real_root)
 
 
 def append_to_own(path: Path) -> int:
-    """Descriptor for reading and appending to a file of this product, which is made if it is missing. Raises OSError.
+    """Open or create a file of this product for reading and appending; returns its descriptor. Raises OSError.
 
     A link is not followed, and a pipe is never waited for.
     """
@@ -185,10 +186,10 @@ def append_to_own(path: Path) -> int:
 
 
 def link_root(directory: Path, claim: Path | None = None) -> Path:
-    """Below which the links of a model's or an adapter's directory may lead: its claim's mount.
+    """Directory below which the links of a model or an adapter may lead: its claim's mount.
 
-    A directory on no claim has itself; a snapshot in a Hugging Face cache, whose files are links to blobs beside the snapshots,
-    has its repository in the cache.
+    For a directory on no claim it is the directory itself. For a snapshot in a Hugging Face cache, whose files link to blobs
+    beside the snapshots, it is the model's repository in the cache.
     """
     real, own = Path(os.path.realpath(directory)), Path(os.path.realpath(claim or directory))
     snapshots = (path for path in real.parents if path.name == "snapshots" and path.parent.name.startswith("models--"))
@@ -197,10 +198,10 @@ def link_root(directory: Path, claim: Path | None = None) -> Path:
 
 
 def links_outside(directory: Path, root: Path) -> Iterator[OutsideError]:
-    """The directory itself and those of its links that lead out of `root`. Raises OSError if it cannot be listed.
+    """Links that lead out of `root`, the directory itself included. Raises OSError if it cannot be listed.
 
-    For libraries, which open every file by its path and follow every link. Looks where they do: at the directory's entries and at
-    those of its directory of templates.
+    This is for libraries, which open every file by its path and follow every link. It checks what they open: the directory's
+    entries and those of its directory of templates.
     """
     for path in (directory, *sorted(directory.iterdir()), *sorted(directory.glob(f"{TEMPLATES}/*"))):
         try:
@@ -210,13 +211,13 @@ def links_outside(directory: Path, root: Path) -> Iterator[OutsideError]:
 
 
 def copy_within(path: Path, root: Path, target: Path) -> None:
-    """Copy a file as `open_within` opens it, to a name that does not exist or is replaced. Raises as that does."""
+    """Copy a file as `open_within` opens it, to a name that does not exist or is replaced. Raises as `open_within` does."""
     with open_within(path, root) as source, target.open("wb") as copy:
         shutil.copyfileobj(source, copy, _COPY_BYTES)
 
 
 def read_own(path: Path, most_bytes: int = MOST_OWN_BYTES) -> bytes:
-    """All of a file that this product wrote to a claim. Raises SpecialFileError for a link, OSError as the file system does."""
+    """Read a file that this product wrote to a claim. Raises SpecialFileError for a link, OSError."""
     with open_regular(path, follow=False) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
@@ -238,7 +239,7 @@ def _opened(path: Path, name: Path | str, directory: int | None, flags: int) -> 
 
 
 def file_sha256(path: Path) -> str:
-    """Digest of the file's bytes, in hexadecimal. Raises SpecialFileError, and OSError as the file system does."""
+    """Digest of the file's bytes, in hexadecimal. Raises SpecialFileError, OSError."""
     with open_regular(path) as file:
         return _sha256(file)
 
@@ -250,12 +251,12 @@ def sha256_beneath(root: Path, name: str) -> str:
 
 
 def _sha256(file: BufferedReader) -> str:
-    """In hexadecimal.
+    """Digest in hexadecimal.
 
-    Not `hashlib.file_digest`: its blocks take 0.2 ms each, and after each one it waits up to 5 ms for Python's lock if another
-    thread imports.
+    This is not `hashlib.file_digest`: its blocks take 0.2 ms each, and after each one it waits up to 5 ms for Python's lock if
+    another thread imports.
     """
-    if hasattr(os, "posix_fadvise"):  # the disk reads further ahead: 2.2 GB in 1.9 s instead of 3.4
+    if hasattr(os, "posix_fadvise"):  # lets the disk read further ahead: 2.2 GB in 1.9 s instead of 3.4
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
     digest = hashlib.sha256()
     block = memoryview(bytearray(max(1, min(HASHED_AT_ONCE, os.fstat(file.fileno()).st_size))))
@@ -265,29 +266,29 @@ def _sha256(file: BufferedReader) -> str:
 
 
 class FileDigests:
-    """SHA-256 of files, some of them at a time, in threads that leave the interpreter to the caller."""
+    """SHA-256 of files, computed in a few threads that leave the interpreter to the caller."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(HASHING_THREADS)
         self._digests: dict[Path, Future[str]] = {}
 
     def begin(self, paths: Iterable[Path]) -> None:
-        """Start with what `of` will be asked for. A file that is not known yet is read from now on, not later."""
+        """Start hashing files that `of` will be asked for. A new file is read from now on, not later."""
         for path in paths:
             if path not in self._digests:
                 self._digests[path] = self._threads.submit(file_sha256, path)
 
     def of(self, path: Path) -> str:
-        """The digest, once for each path. Raises as `file_sha256` does."""
+        """The digest, computed once for each path. Raises as `file_sha256` does."""
         self.begin([path])
         return self._digests[path].result()
 
 
 def tokenizer_files(model: Path) -> list[Path]:
-    """What there is in a model's directory of TOKENIZER_PATTERNS."""
+    """Files of TOKENIZER_PATTERNS in a model's directory."""
     return sorted({path for pattern in TOKENIZER_PATTERNS for path in model.glob(pattern) if path.is_file()})
 
 
 def licence_files(model: Path) -> list[Path]:
-    """The terms in a model's directory."""
+    """Licence files in a model's directory."""
     return sorted(path for path in model.iterdir() if path.is_file() and path.name.upper().startswith(LICENCE_NAMES))

@@ -1,4 +1,4 @@
-"""Files of JSON lines that grow while a run lives: a crash may cut off the last line, a full disk may hold some back."""
+"""Files of JSON lines that grow during a run: a crash may cut off the last line, a full disk may delay some."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from finetune_trainer.files import append_to_own, open_regular
 
 log = logging.getLogger(__name__)
 TAIL_BYTES = 1 << 20
-"""Of a file of which only the end is of interest: some thousand lines."""
+"""Bytes that are read if only the end of a file matters: some thousand lines."""
 
 
 class JsonLines:
-    """An open file of lines. A full disk never ends a run here: what cannot be written goes out with the next line that can."""
+    """An open file of lines. A full disk does not end a run: unwritten lines are written together with the next one."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if the file cannot be opened."""
@@ -25,7 +25,7 @@ class JsonLines:
         self._path = path
         self._descriptor = append_to_own(path)
         size = os.fstat(self._descriptor).st_size
-        # A line that a crash cut off must not swallow the next one.
+        # The next line must not continue a line that a crash cut off.
         self._unwritten = b"\n" if size and os.pread(self._descriptor, 1, size - 1) != b"\n" else b""
         self._has_failed = False
 
@@ -47,26 +47,26 @@ class JsonLines:
 
     def _write(self) -> None:
         size = os.fstat(self._descriptor).st_size
-        left = memoryview(self._unwritten)
+        remaining = memoryview(self._unwritten)
         try:
-            while left:
-                left = left[os.write(self._descriptor, left) :]
+            while remaining:
+                remaining = remaining[os.write(self._descriptor, remaining) :]
         except OSError:
             os.ftruncate(self._descriptor, size)
             raise
 
 
 def read_lines(text: str) -> list[dict[str, Any]]:
-    """The objects in a file of lines; a line that is not one, such as one that was cut off, is passed over."""
-    found = []
+    """The objects in a file of lines. Lines that are no objects, such as one that was cut off, are skipped."""
+    objects = []
     for line in text.splitlines():
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
-            found.append(value)
-    return found
+            objects.append(value)
+    return objects
 
 
 def last_lines(path: Path) -> list[dict[str, Any]]:
@@ -78,5 +78,5 @@ def last_lines(path: Path) -> list[dict[str, Any]]:
     with file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - TAIL_BYTES))
-        # Where the file is longer, the first of these is the end of a line.
+        # In a longer file the first line here is incomplete.
         return read_lines(file.read(TAIL_BYTES).decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""Text of users in Markdown: shown as it is, never taken for markup."""
+"""Users' text in Markdown, shown as it is and never taken for markup."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NOT_PRINTED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\
 
 
 def one_line(text: str) -> str:
-    """Without line breaks, control characters and changes of the writing direction."""
+    """Text without line breaks, control characters and changes of the writing direction."""
     return _NOT_PRINTED.sub(" ", text).strip()
 
 
@@ -31,7 +31,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _row(cells: Sequence[str]) -> str:
-    # A pipe ends a cell even in a code span, and there alone a backslash before it is taken away again.
+    # A pipe ends a cell even in a code span, and only there the backslash before it is removed again.
     escaped = [cell.replace("|", "\\|") for cell in cells]
     return f"| {' | '.join(escaped)} |"
 

@@ -1,4 +1,4 @@
-"""The one way in which every role and every rank ends: a report on the workspace, an envelope for the kubelet, an exit code."""
+"""The end of every role and every rank: a report on the workspace, an envelope for the kubelet, an exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def failure_report(
     *,
     finished_steps: int | None = None,
 ) -> TerminationReport:
-    """The report of an exception. Where it names no step itself, the step is the last that was finished."""
+    """The report of an exception. If the exception names no step, the step is the last finished one."""
     failure, hint = classify(error)
     return TerminationReport(
         role=role,
@@ -58,9 +58,9 @@ def run_role(
     *,
     node_rank: int = 0,
 ) -> int:
-    """Run `body` and report how it ended; the exit code.
+    """Run `body`, report how it ended, and return the exit code.
 
-    `context` is asked only afterwards, because a refused plan has none: then only the termination log gets the report.
+    context: asked only afterwards, because a refused plan has none; then only the termination log gets the report.
     """
     try:
         report = body()
@@ -85,7 +85,7 @@ def _keep_whole(report: TerminationReport, context: RunContext, role: str, node_
         directory.mkdir(parents=True, exist_ok=True)
         write_durably(path, report.model_dump_json(indent=2).encode())
     except OSError:
-        # A full or missing claim must not hide the reason for which the role ended.
+        # A full or missing claim must not hide the reason for the end of the role.
         log.exception("the report could not be kept at %s", path)
         return report.model_copy(update={"report_path": ""})
     return report

@@ -1,1 +1,1 @@
-"""Checkpoints of trainable parameters and optimizer state that any world size can read, and never half of one."""
+"""Checkpoints of trainable parameters and optimizer state. Any world size can read them, and an incomplete one is never used."""

@@ -1,4 +1,4 @@
-"""The checkpoints of one run, as the training loop sees them: resume, save, and what to export."""
+"""The checkpoints of one run, as the training loop sees them: resume, save, and choose what to export."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _HINT = (
     "reports next to it, then start again"
 )
 FAILURES_IN_A_ROW = 2
-"""A periodic save may fail, because the next one may find room; so many in a row end the run."""
+"""Number of failed saves in a row that end the run. A single periodic save may fail, since the next one may find room."""
 
 
 class Checkpoints:
-    """Called by all ranks together.
+    """The checkpoints of one run. All ranks call each method together.
 
-    An asynchronous save is written by a thread from a copy in host memory and gets its name at the first step boundary at which
+    An asynchronous save is written by a thread from a copy in host memory. It gets its name at the first step boundary at which
     all ranks have written, so that every collective stays in the main thread. A kill before that leaves the previous checkpoint.
     """
 
@@ -64,7 +64,7 @@ class Checkpoints:
         self._latest_save = time.monotonic()
         self._failed_in_a_row = 0
         self.failed_saves = 0
-        """Saves that failed in this attempt; training continued."""
+        """Number of saves that failed in this attempt while training continued."""
 
     def resume(self) -> Manifest | None:
         """Load the newest valid checkpoint into parameters and optimizer; None if this run has never completed one.
@@ -82,7 +82,7 @@ class Checkpoints:
         return manifest
 
     def _tell_lost_steps(self, step: int) -> None:
-        """If later steps than the one of the checkpoint that is resumed from were saved once. Never a reason not to resume."""
+        """Warn if later steps than that of the resumed checkpoint were once saved. This never prevents resuming."""
         if not self._gang.is_first:
             return
         try:
@@ -100,9 +100,9 @@ class Checkpoints:
             )
 
     def _lost_progress(self, step: int) -> Evidence | None:
-        """What says that a later step than this one was saved. Raises OSError."""
+        """Evidence that a later step than this one was saved, or None. Raises OSError."""
         evidence = recorded_progress(self._workspace)
-        # If checkpoints are another run's, so are the records, as far as these know no later step.
+        # If checkpoints belong to another run, so do the records, unless they know a later step.
         is_lost = evidence is not None and evidence.step > max(step, newest_foreign_step(self._root, self._origin))
         return evidence if is_lost else None
 
@@ -114,7 +114,7 @@ class Checkpoints:
                 f"{next(iter(unusable.values()))}",
                 _HINT,
             )
-        # The same on all ranks.
+        # Rank 0 reads the evidence, so that all ranks decide alike.
         evidence = self._gang.from_first(self._lost_progress(0) if self._gang.is_first else None, Evidence | None)
         if evidence is not None:
             raise CheckpointError(
@@ -124,12 +124,11 @@ class Checkpoints:
             )
 
     def due(self, step: int, interval_for_losses: float | None = None) -> bool:
-        """Whether the plan asks for a checkpoint after this step; the same on all ranks. Call once after each step.
+        """Whether the plan asks for a checkpoint after this step; the same on all ranks. Call this once after each step.
 
-        interval_for_losses: seconds; counts if the plan's interval is adaptive.
-
-        A save under way is completed here once all ranks have written. Costs a message only while there is one, or if the plan
-        counts seconds, of which rank 0's count. Raises SaveError.
+        interval_for_losses: seconds; used if the plan's interval is adaptive.
+        A save under way is completed here once all ranks have written. This costs a message only while there is one, or if the
+        plan counts seconds, where rank 0's clock decides. Raises SaveError.
         """
         if self._under_way is not None:
             (written,) = self._gang.sum([float(self._under_way.is_done)])
@@ -146,9 +145,9 @@ class Checkpoints:
     def save(self, step: int, state: RunState, *, is_best: bool = False, is_last: bool = False) -> None:
         """Save the state after optimizer step `step`.
 
-        `is_best`: never pruned until there is a better one. `is_last`: the process ends after it, so it is waited for.
-        A save that fails is reported and counted. Raises SaveError for the last save and for the second failure in a row, on all
-        ranks alike; older checkpoints are unharmed.
+        is_best: keep it until there is a better one. is_last: the process ends after it, so wait for it.
+        A failed save is logged and counted. Raises SaveError for the last save and for the second failure in a row, on all ranks
+        alike; older checkpoints are unharmed.
         """
         self.wait()
         self._latest_save = time.monotonic()
@@ -181,9 +180,9 @@ class Checkpoints:
         return self._newest[1].step if self._newest else None
 
     def finished(self) -> tuple[Path, Manifest] | None:
-        """Wait for a save under way; the checkpoint to export: the newest, or the best if the plan asks for it.
+        """Wait for a save under way; returns the checkpoint to export: the newest, or the best if the plan asks for it.
 
-        Raises CheckpointError if the best is not what was written.
+        Raises CheckpointError if the best was damaged.
         """
         self.wait()
         best = self._best_step
@@ -203,7 +202,7 @@ class Checkpoints:
         if writing is None:
             return
         if self._plan.asynchronous:
-            # The memory is taken once, pinned where a device copies into it.
+            # The memory is allocated once, pinned if it is copied from a device.
             self._reused = writing.taken
         try:
             self._newest = commit_save(self._root, writing, self._gang, self._plan.keep)

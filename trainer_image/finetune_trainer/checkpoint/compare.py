@@ -1,6 +1,7 @@
-"""Whether two checkpoints, trained results or merged models hold the same bytes; the first tensor that differs. Without torch.
+"""Whether two checkpoints, trained results or merged models hold the same bytes, and the first tensor that differs. Without
+torch.
 
-Ranges of a parameter are in other files for every number of ranks, so values are compared, and not files.
+Ranges of a parameter are in different files for different numbers of ranks, so values are compared instead of files.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class ByteDifference:
-    """The first thing that differs."""
+    """The first difference."""
 
     what: str
     """Name of a tensor, of a value of the state, or of a file."""
@@ -34,7 +35,7 @@ class ByteDifference:
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements from `start` on of a tensor, in one file."""
+    """Elements of a tensor from `start` on, in one file."""
 
     start: int
     header: TensorHeader
@@ -45,22 +46,24 @@ class _Part:
 
 
 _Tensors = Mapping[str, Sequence[_Part]]
-"""By name: the parts in order."""
+"""The parts of each tensor, in order."""
 
 
 def checkpoint_difference(expected: Path, found: Path) -> ByteDifference | None:
-    """What differs first between two checkpoints: parameters and optimizer state, and what else a run resumes from.
+    """The first difference between two checkpoints: of parameters, optimizer state, or other state that a run resumes from.
 
     Raises CheckpointError, BrokenCheckpointError, OSError.
     """
     manifests = [decode_manifest(read_own(directory / MANIFEST)) for directory in (expected, found)]
-    ours, theirs = ({"step": each.step, "optimizer": each.optimizer, **each.state.model_dump()} for each in manifests)
+    ours, theirs = (
+        {"step": manifest.step, "optimizer": manifest.optimizer, **manifest.state.model_dump()} for manifest in manifests
+    )
     tensors = _first_tensor(_checkpoint_tensors(expected), _checkpoint_tensors(found))
     return tensors or _first_value(ours, theirs)
 
 
 def results_difference(expected: Path, found: Path, names: Sequence[str]) -> ByteDifference | None:
-    """What differs first between files of these names in two directories: tensors of weights, bytes of all others.
+    """The first difference between files of these names in two directories: tensors of weights, bytes of other files.
 
     Raises BrokenCheckpointError, OSError.
     """
@@ -69,7 +72,9 @@ def results_difference(expected: Path, found: Path, names: Sequence[str]) -> Byt
         if missing:
             return ByteDifference(name, f"is missing in {missing[0].parent}")
         if name.endswith(_SUFFIX):
-            ours, theirs = ({each.name: [_Part(0, each)] for each in read_header(place / name)} for place in (expected, found))
+            ours, theirs = (
+                {header.name: [_Part(0, header)] for header in read_header(place / name)} for place in (expected, found)
+            )
             difference = _first_tensor(ours, theirs)
             if difference is not None:
                 return difference
@@ -79,10 +84,10 @@ def results_difference(expected: Path, found: Path, names: Sequence[str]) -> Byt
 
 
 def merged_difference(expected: Path, found: Path, recorded: Mapping[str, str]) -> ByteDifference | None:
-    """The first file that differs between two merged models, by SHA-256, and of weights the first tensor. Their manifests name
-    what they were merged from, and are not compared.
+    """The first file that differs between two merged models, by SHA-256, and the first differing tensor of weights.
 
-    recorded: SHA-256 by name, as the list of the expected model's results has them; empty: there is none. Its files may be gone.
+    Their manifests name what they were merged from, and are not compared.
+    recorded: SHA-256 by name, from the checksums of the expected model's results, whose files may be gone; empty: there are none.
     Raises BrokenCheckpointError, OSError.
     """
     written = _files_of(found)
@@ -116,7 +121,7 @@ def _checkpoint_tensors(directory: Path) -> _Tensors:
             if name not in starts:
                 raise CheckpointError(f"{directory / file.name}: holds {header.name}, which the manifest does not list")
             parts.setdefault(header.name, []).append(_Part(starts[name], header))
-    return {name: sorted(found, key=lambda part: part.start) for name, found in parts.items()}
+    return {name: sorted(parts_of_tensor, key=lambda part: part.start) for name, parts_of_tensor in parts.items()}
 
 
 def _first_tensor(expected: _Tensors, found: _Tensors) -> ByteDifference | None:
@@ -135,7 +140,7 @@ def _first_tensor(expected: _Tensors, found: _Tensors) -> ByteDifference | None:
 
 
 def _first_element(ours: Iterator[bytes], theirs: Iterator[bytes]) -> int | None:
-    """Position of the first byte that differs; None: none does. Chunks of both may end at different places."""
+    """Position of the first byte that differs, or None. Chunks of both may end at different places."""
     position, left, right = 0, b"", b""
     while True:
         left, right = left or next(ours, b""), right or next(theirs, b"")
@@ -155,13 +160,13 @@ def _values(parts: Sequence[_Part]) -> Iterator[bytes]:
         expected = part.stop
         with open_regular(part.header.file, follow=False) as file:
             file.seek(part.header.offset)
-            left = part.header.num_bytes
-            while left:
-                chunk = file.read(min(left, _CHUNK_BYTES))
+            remaining = part.header.num_bytes
+            while remaining:
+                chunk = file.read(min(remaining, _CHUNK_BYTES))
                 if not chunk:
                     raise CheckpointError(f"{part.header.file}: became shorter while it was read")
                 yield chunk
-                left -= len(chunk)
+                remaining -= len(chunk)
 
 
 def _first_value(expected: Mapping[str, Any], found: Mapping[str, Any]) -> ByteDifference | None:

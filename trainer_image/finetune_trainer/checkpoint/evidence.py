@@ -1,7 +1,7 @@
-"""What the workspace still knows of a run's progress if no checkpoint can be read.
+"""Evidence on the workspace of a run's progress if no checkpoint can be read.
 
-A start at step 0 throws away what was trained, and perhaps only because a directory is out of reach. So what else tells of
-checkpoints is asked before it: three files, and what ranks of earlier attempts reported when they ended.
+A start at step 0 discards what was trained, perhaps only because a directory is unreachable. So other traces of checkpoints are
+read first: three files, and the reports of ranks of earlier attempts.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from finetune_trainer.json_lines import last_lines
 from finetune_trainer.ranks.reports import read_rank_reports
 
 CHECKPOINT_STEP = "checkpoint_step"
-"""In a line of the history: step of the newest checkpoint that was complete then."""
+"""Key in a line of the history: step of the newest checkpoint that was complete then."""
 _STEP_DIGITS = 20
 _NAME_BYTES = 100
-"""More than a checkpoint's name has."""
+"""Bound of a checkpoint's name, with room to spare."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A checkpoint was complete once."""
+    """Evidence that a checkpoint was once complete."""
 
     step: int
     path: Path
-    """Of the file that says so, or the directory of an attempt's reports."""
+    """The file that says so, or the directory of an attempt's reports."""
 
 
 def recorded_progress(workspace: WorkspaceLayout) -> Evidence | None:
-    """The latest step of which a file says that its checkpoint was complete. Raises OSError if one cannot be read."""
+    """The latest step for which a file says that its checkpoint was complete. Raises OSError if a file cannot be read."""
     # An attempt that began after step 0 has resumed.
     starts = [line for line in last_lines(workspace.accounts) if line.get("kind") == "started"]
     latest = workspace.checkpoints / LATEST
-    found = [
+    records = [
         Evidence(_latest(latest), latest),
         Evidence(_last_step(last_lines(workspace.history), CHECKPOINT_STEP), workspace.history),
         Evidence(_last_step(starts, "step"), workspace.accounts),
         *_reported(workspace),
     ]
-    return max((each for each in found if each.step > 0), key=lambda each: each.step, default=None)
+    return max((record for record in records if record.step > 0), key=lambda record: record.step, default=None)
 
 
 def _reported(workspace: WorkspaceLayout) -> Iterator[Evidence]:
-    """Ranks that were stopped or came to the end have saved their last step, which no line of the history can say any more."""
+    """Evidence of ranks that were stopped or finished: they saved their last step, which the history no longer recorded."""
     for attempt in workspace.reports(Role.TRAIN, 0).parent.glob(f"{Role.TRAIN}-*"):
         for report in read_rank_reports(attempt):
             if report.failure is FailureClass.PREEMPTED:

@@ -1,4 +1,4 @@
-"""Find the newest valid checkpoint and read from it, whatever world size and sharding wrote it."""
+"""Finds the newest valid checkpoint and reads from it, whatever world size and sharding wrote it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 
 def newest_valid(root: Path, gang: Gang, origin: Origin) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint of which every byte is as written, agreed by all ranks; the ranks share the hashing.
+    """The newest checkpoint whose bytes are all as written, agreed by all ranks, which share the hashing.
 
-    Corrupt, truncated, foreign and incomplete ones are logged and passed over.
+    Corrupt, truncated, foreign and incomplete checkpoints are logged and skipped.
     """
     if gang.is_first:
         remove_leftovers(root)
@@ -38,9 +38,9 @@ def newest_valid(root: Path, gang: Gang, origin: Origin) -> tuple[Path, Manifest
 
 
 def verified_manifest(directory: Path, gang: Gang, origin: Origin | None) -> tuple[Manifest | None, list[str]]:
-    """The manifest of a checkpoint of which every byte is as written, or else what is wrong with it; the same on all ranks.
+    """The manifest of a checkpoint whose bytes are all as written, or None, and its problems; the same on all ranks.
 
-    origin: None: of whatever run.
+    origin: None accepts a checkpoint of any run.
     """
     problem = ""
     manifest = None
@@ -55,22 +55,22 @@ def verified_manifest(directory: Path, gang: Gang, origin: Origin | None) -> tup
 
 
 def unusable_checkpoints(root: Path, gang: Gang, origin: Origin) -> dict[str, str]:
-    """This run's checkpoints, of which none could be used, newest first, and what is wrong with each; the same on all ranks.
+    """This run's checkpoints, of which none could be used, newest first, with the problem of each; the same on all ranks.
 
-    A checkpoint gets its name last, so what bears one was complete once. It is another run's only if its manifest says so: what
-    has no manifest, or one that cannot be read, may be all that is left of this run's progress.
+    A checkpoint gets its name last, so a directory with such a name was once complete. It belongs to another run only if its
+    manifest says so: without a readable manifest it may be all that is left of this run's progress.
     """
-    found: dict[str, str] = {}
+    unusable: dict[str, str] = {}
     if gang.is_first:
         for directory in checkpoint_directories(root):
             problem = _manifest_problem(directory, origin)
             if not isinstance(problem, ForeignCheckpointError):
-                found[directory.name] = str(problem or f"{directory}: a file is not what was written")
-    return gang.from_first(found, dict[str, str])
+                unusable[directory.name] = str(problem or f"{directory}: a file is not what was written")
+    return gang.from_first(unusable, dict[str, str])
 
 
 def newest_foreign_step(root: Path, origin: Origin) -> int:
-    """Step of the newest checkpoint of a run that learns something else; 0 if there is none. Not for all ranks together."""
+    """Step of the newest checkpoint of a run that learns something else; 0 if there is none. Each rank calls this on its own."""
     for directory in checkpoint_directories(root):
         if isinstance(_manifest_problem(directory, origin), ForeignCheckpointError):
             return checkpoint_step(directory.name) or 0
@@ -78,7 +78,7 @@ def newest_foreign_step(root: Path, origin: Origin) -> int:
 
 
 def _manifest_problem(directory: Path, origin: Origin) -> CheckpointError | OSError | None:
-    """Why the manifest of a checkpoint is not one of this run; None if it is."""
+    """The error of a checkpoint's manifest, or None if it is one of this run."""
     try:
         read_manifest(directory, origin)
     except (CheckpointError, OSError) as error:
@@ -89,7 +89,7 @@ def _manifest_problem(directory: Path, origin: Origin) -> CheckpointError | OSEr
 def load(directory: Path, manifest: Manifest, found: list[ParameterRange], optimizer: torch.optim.Optimizer) -> None:
     """Fill parameters and optimizer state of these pieces, and check that nothing was left out.
 
-    Call before the first forward pass: FSDP 2 may keep gathered weights from one. Raises CheckpointError if the checkpoint
+    Call this before the first forward pass, from which FSDP 2 may keep gathered weights. Raises CheckpointError if the checkpoint
     does not cover a piece.
     """
     check_kind(optimizer, manifest.optimizer)
@@ -107,10 +107,10 @@ def load(directory: Path, manifest: Manifest, found: list[ParameterRange], optim
 
 
 def load_start(directory: Path, gang: Gang, found: list[ParameterRange], *, first_values: str | None) -> None:
-    """Fill these pieces with the trained parameters of another run's checkpoint; the optimizer has no part in it.
+    """Fill these pieces with the trained parameters of another run's checkpoint. The optimizer state is not loaded.
 
-    first_values: as in Origin. Call before the first forward pass. Raises CheckpointError on all ranks if it is not whole, or of
-    other parameters.
+    first_values: as in Origin. Call this before the first forward pass. Raises CheckpointError on all ranks if the checkpoint is
+    incomplete or has other parameters.
     """
     manifest, problems = verified_manifest(directory, gang, None)
     if manifest is None:
@@ -125,7 +125,7 @@ def load_start(directory: Path, gang: Gang, found: list[ParameterRange], *, firs
 
 
 def full_parameters(directory: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each trained parameter, whole, one after the other. Raises CheckpointError."""
+    """Yield each trained parameter, whole, one after the other. Raises CheckpointError."""
     reader = RangeReader(directory, manifest)
     for name in sorted(reader.names):
         yield name, reader.whole(name)
@@ -146,18 +146,18 @@ class RangeReader:
         return set(self._stored)
 
     def form(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Global shape and element type."""
+        """Global shape and element type of a parameter."""
         entry = self._stored[name][0][1]
         return tuple(entry.shape), getattr(torch, entry.dtype)
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises CheckpointError if the stored parameter has another shape or does not exist."""
+        """Raise CheckpointError if the stored parameter has another shape or does not exist."""
         stored: Mapping[str, list[tuple[str, RangeEntry]]] = self._stored
         if name not in stored or self.form(name)[0] != shape:
             raise CheckpointError(f"{self._directory}: holds no {name} of shape {shape}")
 
     def whole(self, name: str) -> torch.Tensor:
-        """The values of one parameter. Raises CheckpointError."""
+        """Read the values of one parameter. Raises CheckpointError."""
         shape, dtype = self.form(name)
         tensor = torch.empty(shape, dtype=dtype)
         self.read_into(PARAMETER, name, 0, tensor.view(-1))

@@ -30,12 +30,12 @@ def rank_file(rank: int) -> str:
 
 
 def tensor_key(kind: str, name: str) -> str:
-    """Key inside a rank's file."""
+    """Key of a tensor in a rank's file."""
     return f"{kind}/{name}"
 
 
 class ManifestModel(BaseModel):
-    """Immutable; unknown fields are errors."""
+    """Base of the manifest's models, which are immutable and refuse unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -60,19 +60,19 @@ class FileEntry(ManifestModel):
 
 
 class LossScale(ManifestModel):
-    """Factor of the loss, and the steps in a row in which no gradient overflowed with it."""
+    """Factor of the loss, and the number of steps in a row without an overflow."""
 
     factor: float
     steps: int = 0
 
 
 class RunState(ManifestModel):
-    """What a resumed run needs besides tensors."""
+    """State besides tensors that a resumed run needs."""
 
     initial_eval_loss: float | None = None
     eval_loss: float | None = None
     best_eval_loss: float | None = None
-    """Lowest after the first step; None before the first evaluation of trained weights."""
+    """Lowest loss after the first step; None before the first evaluation of trained weights."""
     best_step: int | None = None
     evaluations_without_improvement: int = 0
     loss_scale: LossScale | None = None
@@ -80,25 +80,25 @@ class RunState(ManifestModel):
 
 
 class Origin(ManifestModel):
-    """The run that a checkpoint belongs to; ranks, sharding and micro-batches may change between its attempts."""
+    """The run that a checkpoint belongs to. Ranks, sharding and micro-batches may change between its attempts."""
 
     learning_sha256: str
     """Digest of what the run learns."""
     data_hash: str
     first_values: str | None = None
-    """SHA-256 of what the adapters started with, where that was computed from the base's weights."""
+    """SHA-256 of the adapters' first values, if these were computed from the base's weights."""
     added_tokens: list[str] = []
     """Tokens that the run added to the base, in the order of their rows."""
 
 
 class OptimizerEntry(ManifestModel):
-    """Which optimizer state each trainable parameter has."""
+    """The optimizer state that each trainable parameter has."""
 
     name: str
     tensors: list[str]
     """Kinds of tensors with one value per element."""
     step: float | None
-    """The count that every parameter's state holds; None: the optimizer keeps none."""
+    """The step count in every parameter's state; None: the optimizer has none."""
 
 
 class Manifest(ManifestModel):
@@ -106,25 +106,25 @@ class Manifest(ManifestModel):
 
     version: Literal[1] = 1
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     optimizer: OptimizerEntry
     origin: Origin
     world_size: int
     best_step: int | None = None
-    """The best checkpoint that was complete at this step, this one included."""
+    """Step of the best checkpoint that was complete at this step, this one included."""
     state: RunState
     files: list[FileEntry]
 
     def encode(self) -> bytes:
-        """Canonical JSON with its own digest, so that any changed byte shows."""
-        # As in the releases that knew none.
+        """Canonical JSON with its own digest, so that any changed byte is detected."""
+        # Left out as in earlier releases, which did not have these fields.
         left_out = {"origin": {name for name in ("first_values", "added_tokens") if not getattr(self.origin, name)}}
         body = self.model_dump(mode="json", exclude=left_out)
         return _canonical({**body, "sha256": _digest(body)})
 
 
 def decode_manifest(encoded: bytes) -> Manifest:
-    """The manifest in `encoded`. Raises CheckpointError if a byte is not what was written."""
+    """Decode a manifest. Raises CheckpointError if a byte is not as written."""
     try:
         body = json.loads(encoded)
         announced = body.pop("sha256")
@@ -136,9 +136,10 @@ def decode_manifest(encoded: bytes) -> Manifest:
 
 
 def read_manifest(directory: Path, origin: Origin | None) -> Manifest:
-    """The manifest of a checkpoint of this run and data, sizes compared, digests of files not yet. Raises CheckpointError.
+    """Read the manifest of a checkpoint of this run and data, and compare sizes, but not digests of files. Raises
+    CheckpointError.
 
-    origin: None: of whatever run.
+    origin: None accepts a checkpoint of any run.
     """
     try:
         manifest = decode_manifest(read_own(directory / MANIFEST))
@@ -152,7 +153,7 @@ def read_manifest(directory: Path, origin: Origin | None) -> Manifest:
         raise CheckpointError(f"{directory}: does not list one file for each of {manifest.world_size} ranks")
     for entry in manifest.files:
         path = directory / entry.name
-        # What a link points to may change after it was verified.
+        # The target of a link may change after it was verified.
         size = path.stat().st_size if path.is_file() and not path.is_symlink() else None
         if size != entry.size:
             raise CheckpointError(
@@ -161,22 +162,22 @@ def read_manifest(directory: Path, origin: Origin | None) -> Manifest:
     return manifest
 
 
-def _check_origin(directory: Path, found: Origin, origin: Origin) -> None:
-    if found.learning_sha256 != origin.learning_sha256:
-        raise ForeignCheckpointError(f"{directory}: belongs to run {found.learning_sha256}, this is {origin.learning_sha256}")
-    if found.data_hash != origin.data_hash:
-        raise CheckpointError(f"{directory}: was trained on data {found.data_hash}, prepared is {origin.data_hash}")
-    if found.first_values != origin.first_values:
+def _check_origin(directory: Path, stored: Origin, origin: Origin) -> None:
+    if stored.learning_sha256 != origin.learning_sha256:
+        raise ForeignCheckpointError(f"{directory}: belongs to run {stored.learning_sha256}, this is {origin.learning_sha256}")
+    if stored.data_hash != origin.data_hash:
+        raise CheckpointError(f"{directory}: was trained on data {stored.data_hash}, prepared is {origin.data_hash}")
+    if stored.first_values != origin.first_values:
         raise CheckpointError(
-            f"{directory}: was trained from first values {found.first_values}, computed are {origin.first_values}"
+            f"{directory}: was trained from first values {stored.first_values}, computed are {origin.first_values}"
         )
 
 
 def verify_file(directory: Path, entry: FileEntry) -> None:
     """Compare the file's digest. Raises CheckpointError."""
-    found = file_sha256(directory / entry.name)
-    if found != entry.sha256:
-        raise CheckpointError(f"{directory / entry.name}: has sha256 {found}, {entry.sha256} was written")
+    sha256 = file_sha256(directory / entry.name)
+    if sha256 != entry.sha256:
+        raise CheckpointError(f"{directory / entry.name}: has sha256 {sha256}, {entry.sha256} was written")
 
 
 def _canonical(value: dict[str, object]) -> bytes:

@@ -1,4 +1,4 @@
-"""Which checkpoints go: those older than the newest `keep` valid ones, but for the best. Damaged ones never count as kept."""
+"""Removing checkpoints: those older than the newest `keep` valid ones, except the best. Damaged ones do not count as kept."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from finetune_trainer.files import TEMPORARY_MARK, remove_tree
 
 log = logging.getLogger(__name__)
 FEWEST_KEPT = 2
-"""The newest may be the one that the next crash finds damaged."""
+"""At least two are kept, since the newest may be damaged by the next crash."""
 
 
 def checkpoint_directories(root: Path) -> list[Path]:
-    """Directories that bear a checkpoint's name, newest step first."""
+    """Directories with the name of a checkpoint, newest step first."""
     if not root.is_dir():
         return []
-    named = [(step, path) for path in root.iterdir() if (step := checkpoint_step(path.name)) is not None]
-    return [path for _, path in sorted(named, reverse=True)]
+    steps = [(step, path) for path in root.iterdir() if (step := checkpoint_step(path.name)) is not None]
+    return [path for _, path in sorted(steps, reverse=True)]
 
 
 def outdated(found: Mapping[int, Manifest | None], keep: int) -> list[int]:
-    """Steps to remove, of manifests by step, None for a damaged checkpoint.
+    """Steps to remove, of manifests by step; None is a damaged checkpoint.
 
-    All below the oldest of the newest `keep` valid ones go, none while there are fewer; but never the best checkpoint that one of
-    those names, because a run that resumes from it may have to export that.
+    All steps below the oldest of the newest `keep` valid ones are removed, none while there are fewer. A best checkpoint that one
+    of the kept ones names stays, because a run that resumes may have to export it.
     """
     kept = [found[step] for step in sorted(found, reverse=True) if found[step] is not None][: max(keep, FEWEST_KEPT)]
     valid = [manifest for manifest in kept if manifest is not None]
@@ -39,7 +39,7 @@ def outdated(found: Mapping[int, Manifest | None], keep: int) -> list[int]:
 
 
 def prune(root: Path, keep: int, origin: Origin) -> None:
-    """Remove outdated checkpoints. A directory first gets a temporary name, so that half of it is never taken for one."""
+    """Remove outdated checkpoints. A directory is renamed first, so that a partly removed one is never taken for a checkpoint."""
     directories = {step: path for path in checkpoint_directories(root) if (step := checkpoint_step(path.name)) is not None}
     for step in outdated({step: _manifest(path, origin) for step, path in directories.items()}, keep):
         doomed = directories[step].with_name(f"{directories[step].name}{TEMPORARY_MARK}removed")

@@ -1,8 +1,9 @@
-"""Write a checkpoint: a temporary directory, a file of each rank, the manifest, the rename, `latest`; only then old ones go.
+"""Writes a checkpoint: a temporary directory, a file of each rank, the manifest, the rename, `latest`; only then old ones are
+removed.
 
-A rank writes its state durably in a thread: from a copy in host memory if training continues meanwhile, else a few megabytes of
-what it trains at a time. Not by the safetensors library, whose save hides error numbers, keeps Python's lock and needs a second
-pass to hash.
+A thread writes a rank's state durably: from a copy in host memory if training continues meanwhile, else directly, a few megabytes
+at a time. The safetensors library is not used, since its save hides error numbers, keeps Python's lock and needs a second pass to
+hash.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ _CLAIM = "the claim that holds the workspace"
 _UNHARMED = "the older checkpoints are unharmed"
 _NAMES_OF_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _CHUNK_BYTES = 16 << 20
-"""Written and hashed at a time, so that the bytes are still in a cache when they are hashed."""
+"""Bytes that are written and hashed at a time, so that they are still in a cache when they are hashed."""
 _ALIGNMENT = 8
 _Failure = tuple[str, int | None]
-"""Message and number of a rank's error, as ranks tell it to each other."""
+"""Message and error number of a rank's error, as ranks send it to each other."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +62,19 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class PendingSave:
-    """One rank's file on its way: `begin_save` on all ranks, then `commit_save`."""
+    """One rank's file that is being written: `begin_save` on all ranks, then `commit_save`."""
 
     temporary: Path
     unfinished: Manifest
-    """Without its files."""
+    """The manifest without its files."""
     taken: Snapshot
     thread: threading.Thread
     outcome: list[FileEntry | BaseException]
-    """One element when the thread has ended."""
+    """It has one element when the thread has ended."""
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank's file is written, or never will be."""
+        """Whether the thread has ended, with or without having written the file."""
         return not self.thread.is_alive()
 
 
@@ -92,8 +93,8 @@ def begin_save(
 ) -> PendingSave:
     """Begin to write the state after optimizer step `step`; called by all ranks together.
 
-    `reused`: an earlier snapshot, whose memory is taken. `is_copied`: training may continue before it is written; else
-    `commit_save` has to follow at once. Raises SaveError on all ranks alike.
+    reused: an earlier snapshot, whose memory is reused. is_copied: training may continue before the state is written; otherwise
+    `commit_save` must follow at once. Raises SaveError on all ranks alike.
     """
     temporary = root / gang.from_first(f"{checkpoint_name(step)}{TEMPORARY_MARK}{uuid.uuid4().hex}", EntryName)
     _by_first(gang, lambda: temporary.mkdir(parents=True), temporary)
@@ -116,7 +117,7 @@ def begin_save(
 
 
 def commit_save(root: Path, writing: PendingSave, gang: Gang, keep: int) -> tuple[Path, Manifest]:
-    """Wait for all files and give the checkpoint its name; called by all ranks together. Its directory and manifest.
+    """Wait for all files and give the checkpoint its name; called by all ranks together. Returns its directory and manifest.
 
     Killed at any moment, it leaves either no checkpoint of this step or a complete one. Raises SaveError on all ranks alike.
     """
@@ -126,11 +127,11 @@ def commit_save(root: Path, writing: PendingSave, gang: Gang, keep: int) -> tupl
         raise outcome
     error = (f"rank {gang.rank}: {outcome}", outcome.errno) if isinstance(outcome, OSError) else None
     entry = outcome if isinstance(outcome, FileEntry) else None
-    told = gang.gather((entry, error), tuple[FileEntry | None, _Failure | None])
-    if errors := [found for _, found in told if found is not None]:
+    outcomes = gang.gather((entry, error), tuple[FileEntry | None, _Failure | None])
+    if errors := [failure for _, failure in outcomes if failure is not None]:
         _discard(writing.temporary, gang)
         raise _save_error(f"checkpoint of step {writing.unfinished.step}", errors)
-    files = [value for value, _ in told if value is not None]
+    files = [value for value, _ in outcomes if value is not None]
     manifest = writing.unfinished.model_copy(update={"files": files})
     final = root / checkpoint_name(manifest.step)
     _by_first(gang, lambda: _publish(writing.temporary, final, manifest), writing.temporary)
@@ -149,7 +150,7 @@ def commit_save(root: Path, writing: PendingSave, gang: Gang, keep: int) -> tupl
 def _write(path: Path, taken: Snapshot, outcome: list[FileEntry | BaseException]) -> None:
     try:
         outcome.append(write_rank_file(path, taken))
-    except BaseException as error:  # noqa: BLE001 - raised in the main thread, which knows what it means
+    except BaseException as error:  # noqa: BLE001 - raised in the main thread, which can judge it
         outcome.append(error)
 
 
@@ -161,7 +162,7 @@ def _publish(temporary: Path, final: Path, manifest: Manifest) -> None:
 
 
 def _by_first(gang: Gang, action: Callable[[], None], temporary: Path) -> None:
-    """Let rank 0 do something on the file system and all ranks know whether it failed."""
+    """Let rank 0 do something on the file system, and let all ranks know whether it failed."""
     error: _Failure | None = None
     if gang.is_first:
         try:
@@ -192,7 +193,10 @@ def _discard(temporary: Path, gang: Gang) -> None:
 def take_snapshot(
     found: list[ParameterRange], optimizer: torch.optim.Optimizer, reused: Mapping[str, torch.Tensor], *, is_copied: bool
 ) -> Snapshot:
-    """Parameters and optimizer state, copied to host memory or not; `reused`: tensors of an earlier snapshot, overwritten."""
+    """Take a snapshot of parameters and optimizer state, copied to host memory or not.
+
+    reused: tensors of an earlier snapshot, which are overwritten.
+    """
     kinds = (PARAMETER, *state_form(optimizer).tensors)
     tensors = {}
     on_device = False
@@ -209,7 +213,7 @@ def take_snapshot(
                 copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
             tensors[key] = copy.copy_(values, non_blocking=True)
     if on_device:
-        # Until the copies are made, or the step is computed that another thread is to read.
+        # Waits until the copies are made, or until the step is computed that another thread is to read.
         torch.cuda.synchronize()
     return Snapshot(
         tensors,
@@ -227,7 +231,7 @@ def take_snapshot(
 
 
 def write_rank_file(path: Path, taken: Snapshot) -> FileEntry:
-    """Write a snapshot durably; its name, size and digest. Raises OSError as the file system does."""
+    """Write a snapshot durably; returns its name, size and digest. Raises OSError."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file:
         for part in _parts(taken.tensors):
@@ -252,7 +256,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> memoryview:
 
 
 def _parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
-    """Header and values, a few at a time, so that of those on a device no more is in host memory."""
+    """Header and values, a few at a time, so that only a little of a device's values is in host memory."""
     yield _header(tensors)
     for tensor in tensors.values():
         values = tensor.view(torch.uint8)

@@ -1,7 +1,7 @@
 """The checkpoint of another run whose trained parameters are the first ones of this run. Without torch.
 
-A job learns something else than the one that wrote the checkpoint, so nothing is asked of its origin but that the parameters are
-the same ones. The base model itself is not in a checkpoint: that both jobs have the same one is for the user to see to.
+The two jobs learn different things, so only the parameters must be the same ones. A checkpoint does not contain the base model;
+the user must make sure that both jobs have the same one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ START_HINT = f"name a whole checkpoint of a job with the same base model and met
 
 
 def start_directory(context: RunContext) -> Path | None:
-    """Where it is; None: the run begins with the method's own values. Raises CheckpointError if links lead out of the claim."""
+    """Directory of the checkpoint; None: the run begins with the method's own values. Raises CheckpointError if links lead out of
+    the claim.
+    """
     location = context.plan.training.start_from
     if location is None:
         return None
@@ -37,7 +39,7 @@ def start_problem(
     first_values: str | None = None,
     added_tokens: Sequence[str] | None = None,
 ) -> str:
-    """Why a run that trains parameters of these names and shapes cannot begin with it; empty if it can.
+    """Why a run that trains parameters of these names and shapes cannot begin with the checkpoint; empty if it can.
 
     first_values, added_tokens: as in Origin; None: not known yet, or there are none.
     """

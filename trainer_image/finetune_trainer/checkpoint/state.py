@@ -1,4 +1,4 @@
-"""What a checkpoint holds: each trainable parameter as the flat ranges that this rank keeps, and its optimizer state.
+"""The content of a checkpoint: the flat ranges of trainable parameters that this rank keeps, and their optimizer state.
 
 Every kind of sharding used here cuts parameters into contiguous ranges of their row-major values, so one format serves all, and
 any world size can read it. Optimizer state is created before the first step: created late it can stay empty after a load.
@@ -21,11 +21,11 @@ from finetune_trainer.errors import CheckpointError, InvariantError
 from finetune_trainer.ranks.gang import Gang
 
 PARAMETER = "param"
-"""Kind of a parameter's own values; tensors of optimizer state are called as the optimizer calls them."""
+"""Kind of a parameter's own values; tensors of optimizer state have the optimizer's names."""
 STEP = "step"
 """Name of the count in the state of optimizers that count their steps."""
 WRAPPER_PREFIX = "_fsdp_wrapped_module."
-"""What FSDP 1 puts into module names."""
+"""Prefix that FSDP 1 puts into module names."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class ParameterRange:
     """Elements [start, stop) of the parameter `name`, kept at [offset, offset + stop - start) of `holder`'s local values."""
 
     name: str
-    """As in the model before it was sharded."""
+    """Name in the model before it was sharded."""
     shape: tuple[int, ...]
-    """Global."""
+    """Global shape."""
     start: int
     stop: int
     holder: nn.Parameter
@@ -56,7 +56,7 @@ class ParameterRange:
 
 
 def share(found: Iterable[ParameterRange], rank: int, world_size: int) -> list[ParameterRange]:
-    """Of pieces that every rank keeps, what this rank writes down: together the ranks write each value once."""
+    """The ranges that this rank writes of pieces that every rank keeps: together the ranks write each value once."""
     return [
         replace(piece, start=first, stop=last, offset=piece.offset + first - piece.start)
         for piece in found
@@ -67,12 +67,12 @@ def share(found: Iterable[ParameterRange], rank: int, world_size: int) -> list[P
 
 
 def pieces(model: nn.Module, *, frozen: bool = False) -> list[ParameterRange]:
-    """This rank's pieces of all trainable parameters, empty ones included, in the order of their names; `frozen`: of all."""
+    """This rank's pieces of all trainable parameters, empty ones included, sorted by name. frozen: include frozen parameters."""
     if isinstance(model, FullyShardedDataParallel):
-        found = list(_flat_ranges(model))
+        ranges = list(_flat_ranges(model))
     else:
-        found = [_dim0_range(name, parameter) for name, parameter in model.named_parameters()]
-    return sorted((piece for piece in found if frozen or piece.holder.requires_grad), key=lambda piece: piece.name)
+        ranges = [_dim0_range(name, parameter) for name, parameter in model.named_parameters()]
+    return sorted((piece for piece in ranges if frozen or piece.holder.requires_grad), key=lambda piece: piece.name)
 
 
 def _dim0_range(name: str, parameter: nn.Parameter) -> ParameterRange:
@@ -98,7 +98,7 @@ def _flat_ranges(model: FullyShardedDataParallel) -> Iterator[ParameterRange]:
             continue
         flat = handle.flat_param
         prefix = f"{unit_name}.".replace(WRAPPER_PREFIX, "") if unit_name else ""
-        # torch 2.15 keeps where each parameter is in a flat one only in attributes that it calls private.
+        # torch 2.15 keeps the places of parameters in a flat one only in private attributes.
         names, shapes, originals = flat._fqns, flat._shapes, flat._params or [None] * len(flat._fqns)  # noqa: SLF001
         for fqn, shape, info, original in zip(names, shapes, flat._shard_param_infos, originals, strict=True):  # noqa: SLF001
             holder = original if original is not None else flat
@@ -112,7 +112,7 @@ def _flat_ranges(model: FullyShardedDataParallel) -> Iterator[ParameterRange]:
 
 
 def check_complete(shapes: dict[str, tuple[int, ...]], found: Iterable[ParameterRange]) -> None:
-    """The pieces name exactly the trainable parameters that the model had before it was sharded. Raises InvariantError."""
+    """Check that the pieces name exactly the trainable parameters of the unsharded model. Raises InvariantError."""
     names = {piece.name: piece.shape for piece in found}
     if names != shapes:
         different = sorted(set(names.items()) ^ set(shapes.items()))
@@ -120,7 +120,7 @@ def check_complete(shapes: dict[str, tuple[int, ...]], found: Iterable[Parameter
 
 
 def state_form(optimizer: torch.optim.Optimizer) -> StateForm:
-    """What this optimizer keeps. Raises InvariantError for one whose state is not known here."""
+    """The tensors that this optimizer keeps. Raises InvariantError for an optimizer whose state is not known here."""
     name = type(optimizer).__name__
     if name not in list(OptimizerName):
         raise InvariantError(f"checkpoints do not know the state of {name}")
@@ -144,9 +144,10 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizer_entry(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
-    """What a manifest says of the optimizer, from the state itself.
+    """The manifest's entry for the optimizer, from its state.
 
-    Raises InvariantError if a parameter lacks some state, or has more, or other shapes, or another count than the others.
+    Raises InvariantError if a parameter's state is incomplete, or has more tensors, other shapes, or another count than the
+    others.
     """
     form = state_form(optimizer)
     expected = {*form.tensors, *([STEP] if form.is_counted else [])}
@@ -166,7 +167,7 @@ def optimizer_entry(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
 
 
 def agreed_optimizer_entry(optimizer: torch.optim.Optimizer, gang: Gang) -> OptimizerEntry:
-    """What the manifest says of all ranks: one that keeps no element of any parameter cannot know the count.
+    """The manifest's entry for all ranks. A rank without elements of any parameter does not know the count.
 
     Called by all ranks together. Raises InvariantError if they are at different steps, and as `optimizer_entry` does.
     """
@@ -179,7 +180,7 @@ def agreed_optimizer_entry(optimizer: torch.optim.Optimizer, gang: Gang) -> Opti
 
 
 def check_kind(optimizer: torch.optim.Optimizer, entry: OptimizerEntry) -> None:
-    """Raises CheckpointError if the checkpoint holds the state of another optimizer."""
+    """Raise CheckpointError if the checkpoint holds the state of another optimizer."""
     form = state_form(optimizer)
     if entry.name != type(optimizer).__name__ or tuple(entry.tensors) != form.tensors or (entry.step is None) is form.is_counted:
         raise CheckpointError(f"the checkpoint holds state of {entry.name} {entry.tensors}, not of {type(optimizer).__name__}")
@@ -190,9 +191,9 @@ def restore_count(optimizer: torch.optim.Optimizer, entry: OptimizerEntry) -> No
     for parameter in _parameters(optimizer):
         if entry.step is not None:
             optimizer.state[parameter][STEP].fill_(entry.step)
-    found = optimizer_entry(optimizer)
-    if found != entry and any(parameter.numel() for parameter in _parameters(optimizer)):
-        raise InvariantError(f"after loading the optimizer is {found}, the manifest says {entry}")
+    restored = optimizer_entry(optimizer)
+    if restored != entry and any(parameter.numel() for parameter in _parameters(optimizer)):
+        raise InvariantError(f"after loading the optimizer is {restored}, the manifest says {entry}")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -48,9 +48,9 @@ class Batch:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy there of a tensor of the host, for which the host does not wait.
+    """Copy a tensor of the host to `device` without waiting for the copy.
 
-    Only from pages that cannot be moved does a GPU copy while the host continues.
+    A GPU copies in the background only from pinned pages.
     """
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
@@ -59,7 +59,7 @@ class PreparedSplit:
     """The sequences of one split."""
 
     def __init__(self, tables: SplitTables, tokens: TokenSource, pad_token_id: int, least_length: int = 1) -> None:
-        """least_length: to which rows are padded that are shorter."""
+        """least_length: shorter rows are padded to this length."""
         self._tables = tables
         self._tokens = tokens
         self._pad_token_id = pad_token_id
@@ -72,7 +72,9 @@ class PreparedSplit:
 
     @classmethod
     def open_held_out(cls, directory: Path) -> PreparedSplit | None:
-        """The held-out records alone; None if there are none. Raises PreparedDataError as `open` does."""
+        """Open the held-out records alone; returns None if there are none. None if there are none. Raises PreparedDataError as
+        `open` does.
+        """
         manifest = read_manifest(directory)
         if VALIDATION not in manifest["splits"]:
             return None
@@ -86,17 +88,17 @@ class PreparedSplit:
 
     @property
     def num_documents(self) -> int:
-        """Different ones; a sequence may hold one that another holds too, where the data set's weight is above 1."""
+        """Number of different documents. Two sequences may hold the same document where the data set's weight is above 1."""
         return len(self._tables.document_ends)
 
     @property
     def num_tokens(self) -> int:
-        """Of the documents, each counted once."""
+        """Number of tokens of the documents, each counted once."""
         return int(self._tables.document_ends[-1])
 
     @property
     def num_supervised_tokens(self) -> int:
-        """Of all sequences."""
+        """Number of supervised tokens of all sequences."""
         return int(self._tables.supervised_tokens.sum())
 
     def supervised_tokens(self, indices: Sequence[int]) -> int:
@@ -134,7 +136,7 @@ class PreparedSplit:
         return self.marked_document(index)[0]
 
     def marked_document(self, index: int) -> tuple[list[int], list[bool]]:
-        """The same, and whether the loss counts the prediction of each. Raises IndexError."""
+        """Token ids of one document, and whether the loss counts the prediction of each. Raises IndexError."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} is not in 0..{self.num_documents - 1}")
         tokens, supervised = self._tokens.read(*self._document_bounds(index))
@@ -168,7 +170,7 @@ class PreparedData:
     def open(cls, directory: Path, least_length: int = 1) -> PreparedData:
         """Open the data under `directory`. Raises PreparedDataError if any byte is not what was written.
 
-        least_length: to which rows are padded that are shorter.
+        least_length: shorter rows are padded to this length.
         """
         manifest = read_manifest(directory)
         verify_files(directory, manifest)

@@ -1,11 +1,11 @@
 """A chat -> its text as the model's template writes it, and the spans of that text that the assistant says.
 
-A span goes from behind the header of the assistant's turn (what the template adds to ask for an answer) to the end of the token
-that ends the turn. If the template marks what it generates, its marks are the spans. Otherwise the chat is rendered a second
-time with marks around each content (sentinels.py), since templates drop, trim and rewrite what they are given. What is not
-certain is a problem of the record, never a guess: training on wrong tokens is worse than stopping. render_chat.py writes the
-text, template_probe.py says what a template puts around turns. Called by tokenize.py for records and by tokenizer.py for the
-template itself.
+A span goes from the end of the header of the assistant's turn (the text that the template adds to ask for an answer) to the end
+of the token that ends the turn. If the template marks what it generates, its marks are the spans. Otherwise the chat is rendered
+a second time with marks around each content (sentinels.py), since templates drop, trim and rewrite what they are given. What is
+not certain is a problem of the record, never a guess: training on wrong tokens is worse than stopping. render_chat.py renders the
+text, template_probe.py finds out what a template puts around turns. tokenize.py calls this module for records, tokenizer.py for
+the template itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from finetune_trainer.data.render_chat import ChatError, Span, render_chat
 from finetune_trainer.data.sentinels import SentinelError, SentinelPositions, read_sentinels, with_sentinels
 
 Turn = tuple[Span, ...]
-"""What the assistant says in one turn, with the token that ends it; in more than one piece only where a template says so."""
+"""Spans of what the assistant says in one turn, with the token that ends it. There is more than one only if the template says so.
+"""
 
 OWN_TEMPLATE = (
     "write a spec.data.chatTemplate that surrounds what the assistant says with {% generation %} and {% endgeneration %}"
@@ -37,18 +38,20 @@ class RenderedChat:
 
 @dataclass(frozen=True, eq=False)
 class ChatTemplate:
-    """A template together with what it was seen to write. Made by `template_probe.chat_template`."""
+    """A template together with what it was seen to write. `template_probe.chat_template` makes it."""
 
     source: str
     variables: Mapping[str, Any]
     """Special tokens, by the names under which templates know them."""
     tracks_generation: bool
     asking: str
-    """What is written between a question and its answer when an answer is asked for."""
+    """The text that the template writes between a question and its answer when an answer is asked for."""
     asks: bool
     """Whether it writes something to ask for an answer."""
     headers: tuple[str, ...]
-    """What opens a turn of the assistant, the form that asks for an answer first; none where the question's end alone does."""
+    """Texts that open a turn of the assistant; the one that asks for an answer comes first. Empty where only the question's end
+    does.
+    """
     stops: Mapping[str, int]
     """Tokens that end a turn of the assistant, and their ids: one, or another one after the last turn."""
     call_stops: Mapping[str, int]
@@ -59,7 +62,7 @@ class ChatTemplate:
         return render_chat(self.source, self.variables, messages, tools)[0]
 
     def render_whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> RenderedChat:
-        """The text alone, with every call of a tool in it. Raises ChatError."""
+        """The text alone. Raises ChatError if a call of a tool is missing in it."""
         text = self.render(messages, tools)
         calling = [number for number, message in enumerate(messages) if message.get("tool_calls")]
         if calling:
@@ -91,7 +94,7 @@ class ChatTemplate:
         return RenderedChat(text, turns)
 
     def _check_not_silent(self, number: int, message: Message, said: str, text: str) -> None:
-        """`said`: all that is supervised of the turn."""
+        """said: the supervised text of the turn."""
         key, words = f"messages[{number}]", (message["content"] or "").strip()
         for token in (*self.stops, *self.call_stops):
             said = said.replace(token, "")
@@ -100,7 +103,7 @@ class ChatTemplate:
             raise ChatError(
                 f"{key}.content", reason, 'write "" as the content, or set a spec.data.chatTemplate that asks for content'
             )
-        # Words that stand elsewhere are left out by misplaced generation blocks, which is said of the template.
+        # If words of the turn stand elsewhere, generation blocks are misplaced, which is reported for the template.
         if not said.strip() and not (words and words in text):
             reason = (
                 "the template writes nothing of what this turn of the assistant says, so the model would learn to say nothing"
@@ -112,8 +115,10 @@ class ChatTemplate:
         return {**self.stops, **self.call_stops} if any(message.get("tool_calls") for message in messages) else self.stops
 
     def _tracked(self, spans: Sequence[Span], text: str, num_turns: int, stops: Mapping[str, int]) -> tuple[Turn, ...]:
-        """The spans that the template marked, by turn: a turn ends with the stop token, and what is marked directly behind it
-        without another one (an end-of-text token after the last turn) belongs to it.
+        """Group the spans that the template marked by turn.
+
+        A turn ends with the stop token. What is marked directly behind it without another stop token (an end-of-text token after
+        the last turn) belongs to the same turn.
         """
 
         def has_stop(spans: Sequence[Span]) -> bool:
@@ -137,9 +142,8 @@ class ChatTemplate:
         return tuple(map(tuple, turns))
 
     def _marks(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], text: str) -> SentinelPositions:
-        # A template may look at how a question begins or ends, so that a mark there changes what it writes; marks around the
-        # answers alone are the next best.
-        # The same of the names of tools that are called.
+        # A template may look at how a question begins or ends, or at the names of the tools that are called, so that a mark there
+        # changes what it writes. Marks around the answers alone are the next best.
         calls = any(message.get("tool_calls") for message in messages)
         ways = [(None, True)] if calls else []
         for roles, with_calls in [*ways, (None, False), (frozenset({ASSISTANT}), False)]:
@@ -198,9 +202,12 @@ class ChatTemplate:
         return start, self._end(text, max(start, last), after, key, message, is_behind_words=last >= 0)
 
     def _after_question(self, text: str, end: int, question: str, limit: int) -> int:
-        """Behind what asks for an answer after the question whose words end at `end`, or -1: exactly what a caller will send."""
+        """Position behind the text that asks for an answer after the question, whose words end at `end`, or -1.
+
+        The text before this position is exactly what a caller will send.
+        """
         blank = question[len(question.rstrip()) :]
-        # The template may keep what is blank at the end of the question.
+        # The template may keep the blanks at the end of the question.
         for at in (end + len(blank), end):
             start = at + len(self.asking)
             if text.startswith(self.asking, at) and text[end:at] in ("", blank) and start <= limit:
@@ -208,8 +215,9 @@ class ChatTemplate:
         return -1
 
     def _after_header(self, text: str, earliest: int, limit: int, is_clear: bool) -> int:
-        """Behind the one header between `earliest` and `limit`, or -1. `is_clear`: all of it belongs to this turn, so that
-        the first header opens it, and others are of its parts.
+        """Position behind the one header between `earliest` and `limit`, or -1.
+
+        is_clear: the whole range belongs to this turn, so that the first header opens it and further ones are parts of it.
         """
         found = [(at, order) for order, each in enumerate(self.headers) if (at := text.find(each, earliest, limit)) >= 0]
         if not is_clear:
@@ -223,8 +231,10 @@ class ChatTemplate:
     def _after_prompt(
         self, text: str, asked: Sequence[Message], tools: Sequence[Mapping[str, Any]], earliest: int, limit: int
     ) -> int:
-        """Behind the text with which the messages before this turn ask for it, or -1 where the whole chat does not begin so: some
-        templates write nothing between what a tool gives back and what the assistant says to it.
+        """Position behind the prompt that the messages before this turn give, or -1 if the chat's text does not begin with this
+        prompt.
+
+        Some templates write nothing between the result of a tool and the assistant's reply to it.
         """
         if not asked:
             return -1
@@ -235,7 +245,8 @@ class ChatTemplate:
         return len(prompt) if text.startswith(prompt) and earliest <= len(prompt) <= limit else -1
 
     def _end(self, text: str, start: int, after: int, key: str, message: Message, *, is_behind_words: bool) -> int:
-        """Behind the stop token that follows what was said up to `start` and precedes what is said from `after` on.
+        """Position behind the stop token that follows `start`, where the turn's words end, and precedes `after`, where the next
+        begin.
 
         is_behind_words: words or a call of this turn end at `start`, so that the next stop token is its own, unless it is quoted.
         """
@@ -256,8 +267,9 @@ class ChatTemplate:
 
 
 def check_calls(number: int, message: Message, said: str) -> None:
-    """Raises ChatError if `said` lacks a call of the message, which is part of what is to be learnt, or holds it as no server
-    reads it. number: of the message.
+    """Raise ChatError if `said` lacks a call of the message, or holds it in a form that no server reads.
+
+    number: of the message in its chat.
     """
     key = f"messages[{number}].tool_calls"
     calls = message.get("tool_calls") or ()
@@ -279,7 +291,7 @@ def check_calls(number: int, message: Message, said: str) -> None:
 
 
 def _is_clear(messages: Sequence[Message], marks: SentinelPositions, number: int, before: int) -> bool:
-    """Whether behind `before`, or the turn of the assistant before this one, nothing stands that anybody said but this turn."""
+    """Whether only this turn has text after `before`, or after the assistant's previous turn."""
     said = [
         number for number, each in enumerate(messages[:number]) if each["role"] == ASSISTANT or (each["content"] or "").strip()
     ]
@@ -294,7 +306,8 @@ def _is_object(text: str) -> bool:
 
 
 def _as_texts(text: str) -> tuple[str, ...]:
-    """An object's text as a template may write a text: as JSON (transformers' filter keeps what is not ASCII, Jinja's does not),
-    or as the inside of an object.
+    """The forms in which a template may write an object's text as a text of its own.
+
+    These are JSON (transformers' filter keeps non-ASCII characters, Jinja's escapes them) and the inside of an object.
     """
     return json.dumps(text, ensure_ascii=False), json.dumps(text), f"{{{text}}}"

@@ -10,10 +10,10 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def available_cpus(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP) -> int:
-    """At least 1. A limit of 1.5 CPUs counts as 2. Limits of version-1 cgroups are not looked at."""
+    """Number of CPUs, at least 1. A limit of 1.5 CPUs counts as 2. Limits of version-1 cgroups are ignored."""
     cpus = float(len(os.sched_getaffinity(0)))
     try:
-        # `0::/path` names the group of version 2; limits of the groups around it hold too.
+        # `0::/path` names the group of version 2. Limits of the groups around it apply, too.
         (path,) = [line.removeprefix("0::") for line in own.read_text().splitlines() if line.startswith("0::")]
     except (OSError, ValueError):
         return max(int(cpus), 1)

@@ -1,4 +1,4 @@
-"""Files of records that are not read as they are: compressed ones, and kinds that other programs write. Called by read.py."""
+"""Files of records that cannot be read as they are: compressed files, and kinds that other programs write. Called by read.py."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PACKED: Mapping[str, tuple[re.Pattern[bytes], str]] = {
     ".xz": (re.compile(rb"\xfd7zXZ\x00"), "unxz"),
     ".zip": (re.compile(rb"PK\x03\x04"), "unzip"),
 }
-"""How such a file begins, and what decompresses it. Three letters alone may be words."""
+"""How such a file begins, and the program that decompresses it. Text may begin with three of these letters by chance."""
 _MARK_BYTES = 10
-"""Of the longest."""
+"""Length of the longest beginning in _PACKED."""
 _TO_CSV = "save it as CSV with commas, with the names of the columns in the first line, in a file named .csv"
 _TO_TEXT = "copy plain text into a file named .txt and set spec.data.format: Text, or write JSON Lines (.jsonl)"
 _OTHER: Mapping[str, str] = {
@@ -26,11 +26,14 @@ _OTHER: Mapping[str, str] = {
     **dict.fromkeys((".md", ".rst", ".pdf", ".docx", ".html", ".htm"), _TO_TEXT),
     **dict.fromkeys((".yaml", ".yml", ".xml", ".toml", ".pkl", ".pickle", ".npy", ".tar"), "write JSON Lines (.jsonl)"),
 }
-"""What to do about kinds that are not read."""
+"""What to do about kinds of files that cannot be read."""
 
 
 def kind_problem(path: Path, kinds: Sequence[str]) -> RecordProblem | None:
-    """Why the file is not one of records, by its name and its first bytes. kinds: ends of the names of those that are read."""
+    """Why the file holds no readable records, judged by its name and its first bytes; None if it may hold some.
+
+    kinds: suffixes of the files that can be read.
+    """
     place, suffix = RecordPosition(path, 1), path.suffix.lower()
     if suffix in _OTHER:
         return place.problem("", path.name, f"{suffix} files are not read: records are in {', '.join(kinds)}", _OTHER[suffix])

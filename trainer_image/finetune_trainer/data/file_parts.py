@@ -1,6 +1,6 @@
-"""The work of preparing, one part of a file at a time: read, tokenise, leave the result in files, say what was found.
+"""Preparing one part of a file at a time: read, tokenise, write the result to files, report the problems.
 
-Called in each worker process (worker.py), or in the process that prepares where there is little to do. Memory is that of one
+Called in each worker process (worker.py), or in the preparing process itself if there is little to do. Memory is that of one
 batch of records, whatever the size of the part. The result does not depend on where or when a part is worked on.
 """
 
@@ -28,17 +28,17 @@ from finetune_trainer.errors import TrainerError
 from finetune_trainer.files import open_regular
 
 PART_BYTES = 4 << 20
-"""Of a file that can be read in parts. Not a setting: the findings of one part are gathered together."""
+"""Size of a part of a file that can be read in parts. This is not a setting, because findings are gathered part by part."""
 BATCH_RECORDS, BATCH_CHARACTERS = 256, 1 << 18
-"""Records given to the tokenizer at a time: fast enough, and what it makes of them takes some fifty times their size."""
+"""Records given to the tokenizer at a time. More would not be faster, and tokenised records take about fifty times their size."""
 DOCUMENT_TYPE = np.dtype([("length", "<u4"), ("supervised", "<u4"), ("digest", "<u8")])
-"""What is kept of each document besides its tokens: counts of tokens, and the first 64 bits of BLAKE2b of its ids."""
+"""Stored for each document besides its tokens: counts of tokens, and the first 64 bits of BLAKE2b of its ids."""
 
 READ_DOCUMENTS = 1 << 16
-"""Documents that are read at a time."""
+"""Number of documents that are read at a time."""
 
 ProblemKind = tuple[str, str]
-"""Key and fix: mistakes that are fixed in the same way."""
+"""Key and fix, which are the same for mistakes that are fixed in the same way."""
 
 
 class PartFilesError(TrainerError):
@@ -47,14 +47,14 @@ class PartFilesError(TrainerError):
 
 @dataclass(frozen=True)
 class PartSettings:
-    """What decides how records become documents."""
+    """Settings that decide how records become documents."""
 
     data_format: DataFormat
     loss_on: LossOn
     max_sequence_length: int
     chat_template: str | None
     stop_ids: tuple[int, ...] = ()
-    """Tokens at which generation with the model stops; a turn that calls a tool may end with another one than words."""
+    """Tokens at which generation with the model stops. A turn that calls a tool may end with another one than a turn of words."""
     mapping: MappingPlan = UNMAPPED
 
     @property
@@ -77,38 +77,39 @@ class FilePart:
 
 @dataclass(frozen=True)
 class PartTask:
-    """A part and what is to become of it."""
+    """A part and what to do with it."""
 
     part: FilePart
     settings: PartSettings
     result: Path | None
-    """Where its documents go: `<result>.tokens` and `<result>.documents`. None: its records are only checked."""
+    """Path of its documents: `<result>.tokens` and `<result>.documents`. If None, its records are only checked."""
 
 
 @dataclass
 class PartResult:
-    """What was found in a part."""
+    """Counts and problems of a part."""
 
     num_records: int = 0
     num_documents: int = 0
     num_dropped: int = 0
     shortest_dropped: int = 0
-    """Tokens; 0 where none was dropped."""
+    """Its number of tokens; 0 if no record was dropped."""
     num_tokens: int = 0
     num_supervised_tokens: int = 0
     longest_document: int = 0
     largest_token_id: int = -1
     num_unknown_tokens: int = 0
-    """The tokenizer's word for text that it has no token for, where that word is nothing else besides."""
+    """Number of the tokenizer's unknown tokens; 0 if the tokenizer uses this token for something else, too."""
     lengths: dict[int, int] = field(default_factory=dict)
-    """Records by tokens: the smallest power of two that holds them -> how many; longer ones than maxSequenceLength, too."""
+    """Histogram of record lengths: the smallest power of two that holds the tokens -> number of records, dropped ones included.
+    """
     problems: dict[ProblemKind, tuple[RecordProblem, int]] = field(default_factory=dict)
-    """The first of each kind, and how many there are."""
+    """The first problem of each kind, and the number of problems."""
     left_out: dict[ProblemKind, tuple[RecordProblem, int]] = field(default_factory=dict)
-    """The same of what a chat template leaves out of records that are kept."""
+    """The first content of each kind that a chat template leaves out of a kept record, and the number of such records."""
     unreadable: OSError | None = None
     template_is_endless: bool = False
-    """The chat template came to no end for one of the records; those behind it were not given to it."""
+    """The chat template did not finish for one of the records; later records were not rendered."""
 
     def found_length(self, length: int, count: int = 1) -> None:
         """Count records of this many tokens."""
@@ -116,18 +117,18 @@ class PartResult:
         self.lengths[bound] = self.lengths.get(bound, 0) + count
 
     def found_problem(self, problem: RecordProblem) -> None:
-        """Count it."""
+        """Count a problem."""
         first, count = self.problems.get(problem.kind, (problem, 0))
         self.problems[problem.kind] = (first, count + 1)
 
     def found_left_out(self, problems: tuple[RecordProblem, ...]) -> None:
-        """Count a record in which these are left out, once for each kind."""
+        """Count a record with left-out content, once for each kind."""
         for kind, problem in {problem.kind: problem for problem in reversed(problems)}.items():
             first, count = self.left_out.get(kind, (problem, 0))
             self.left_out[kind] = (first, count + 1)
 
     def found_endless(self, problem: RecordProblem) -> None:
-        """The record for which the template came to no end."""
+        """Count the record for which the template did not finish."""
         self.found_problem(problem)
         self.template_is_endless = True
 
@@ -154,9 +155,9 @@ def documents_file(result: Path) -> Path:
 
 
 def work_on(task: PartTask, tokenizer: Tokenizer | None, note: RecordNote | None = None) -> PartResult:
-    """Do it. A file that cannot be read is part of the result; OSError says that the result cannot be written.
+    """Do the task. An unreadable file is part of the result; OSError means that the result cannot be written.
 
-    After the first wrong record the rest is only checked, since nothing will be made of it, and checking a text is much faster.
+    After the first wrong record the others are only checked, since the job cannot run and checking is much faster.
     note: as in `tokenize`.
     """
     result = PartResult()
@@ -184,7 +185,7 @@ def work_on(task: PartTask, tokenizer: Tokenizer | None, note: RecordNote | None
 
 
 def _batches(task: PartTask, result: PartResult) -> Iterator[list[Record]]:
-    """Records, few enough to be held as tokens too. Problems and an error of the file system go into `result`."""
+    """Batches of records that are small enough to be held as tokens. Problems and I/O errors go into `result`."""
     batch: list[Record] = []
     characters = 0
     items = read_file(task.part.path, task.settings.data_format, task.part.span, task.settings.mapping)
@@ -229,7 +230,7 @@ def _kept(
 
 
 def _unsupervised(record: Record) -> RecordProblem:
-    """No token of it counts in the loss."""
+    """The problem of a record of which no token counts in the loss."""
     text = record.completion or (str(record.messages[-1].get("content")) if record.messages else "")
     reason = "gives no token that is learnt, so it would only cost time"
     return RecordProblem(record.line, "", shown(text), reason, "remove the record, or fill it in", record.unit, record.file)
@@ -237,7 +238,7 @@ def _unsupervised(record: Record) -> RecordProblem:
 
 def _unknown_id(tokenizer: Tokenizer) -> int | None:
     unknown: int | None = getattr(tokenizer, "unk_token_id", None)
-    # GPT-2's is the end of a text, and can stand for nothing else: its tokens are bytes.
+    # GPT-2's unknown token is also its end-of-text token and never stands for unknown text, since its tokens are bytes.
     others = (getattr(tokenizer, f"{use}_token_id", None) for use in ("bos", "eos", "pad"))
     return None if unknown in others else unknown
 
@@ -267,9 +268,9 @@ def _stored(documents: list[TokenizedDocument], result: PartResult, unknown_id: 
 
 
 def read_documents(result: Path, num_documents: int) -> Iterator[NDArray[Any]]:
-    """What `work_on` left of the documents, DOCUMENT_TYPE, in blocks that fit in memory. Raises PartFilesError.
+    """Read the documents, DOCUMENT_TYPE, that `work_on` wrote, in blocks that fit in memory. Raises PartFilesError.
 
-    num_documents: as the result says, which may come from another process.
+    num_documents: from the result, which may come from another process.
     """
     with open_regular(documents_file(result)) as file:
         size = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""What preparing data has to tell the user, as findings of preflight: file, line, key, value, reason, fix."""
+"""Findings of preflight about the data: file, line, key, value, reason, fix."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class SplitSource:
     location: ClaimPath
     path: Path
     field: str
-    """Such as `spec.data.source`."""
+    """Manifest path of the source, such as `spec.data.source`."""
     written: str = ""
-    """As the user wrote it; empty where it is the location itself."""
+    """The source as the user wrote it; empty if that is the location itself."""
 
     @property
     def address(self) -> str:
-        """What the user calls it."""
+        """How the user refers to the source."""
         return self.written or f"pvc://{self.location.claim}/{self.location.path}"
 
     def name(self, file: Path | str) -> str:
-        """What the user calls a file of it."""
+        """How the user refers to a file of the source."""
         below = Path(file).relative_to(self.path) if Path(file).is_relative_to(self.path) else Path()
         return self.address if below == Path() else f"{self.address.rstrip('/')}/{below}"
 
 
 def unreadable(source: SplitSource, error: OSError) -> Finding:
-    """The file is missing, or may not be read."""
+    """The file is missing or cannot be read."""
     if isinstance(error, NoRecordFilesError):
         fix = "name a directory with such files, decompressed, or the file itself if it is JSON Lines of another name"
         return _of_source(source, "data-file-missing", str(error.strerror), fix)
@@ -71,7 +71,7 @@ def unreadable(source: SplitSource, error: OSError) -> Finding:
 
 
 def split_missing(source: SplitSource, wanted: Sequence[str], found: Sequence[str]) -> Finding:
-    """No file of the directory is of the split, or their names tell no splits apart. found: those that they name."""
+    """No file of the directory is of the wanted split, or the file names do not name splits. found: the splits that they name."""
     field = f"{source.field.removesuffix('source')}split" if source.split == VALIDATION else "spec.data.split"
     named = f"its files are of the splits {', '.join(found)}" if found else "the names of its files tell no splits apart"
     return make_finding(
@@ -96,7 +96,7 @@ def unsplit_files(source: SplitSource, split: str, left_out: Sequence[Path]) -> 
 
 
 def shared_files(source: SplitSource, held_out: SplitSource, files: Sequence[Path]) -> Finding:
-    """Files of the training data that the held-out source holds too."""
+    """Files of the training data that are also in the held-out source."""
     has_splits = source.path == held_out.path
     return make_finding(
         "data-held-out-in-training",
@@ -109,13 +109,15 @@ def shared_files(source: SplitSource, held_out: SplitSource, files: Sequence[Pat
 
 
 def empty(source: SplitSource) -> Finding:
-    """No record at all."""
+    """The source has no record."""
     what = "its files hold" if source.path.is_dir() else "the file holds"
     return _of_source(source, "data-empty", f"{what} no record", "name a source with at least one record")
 
 
 def wrong_records(source: SplitSource, problems: Iterable[tuple[RecordProblem, int]], num_right: int = 0) -> list[Finding]:
-    """A finding per kind of mistake: its first place, and in how many records it was found. num_right: of its records."""
+    """One finding for each kind of mistake: its first place, and in how many records it occurs. num_right: number of right
+    records.
+    """
     return [
         _of_records(
             source,
@@ -128,18 +130,18 @@ def wrong_records(source: SplitSource, problems: Iterable[tuple[RecordProblem, i
 
 
 def _leaves_others(problem: RecordProblem) -> bool:
-    """Whether its change of the manifest, if there is one, means nothing for the records that are right."""
+    """Whether the suggested change of the manifest, if there is one, does not affect the right records."""
     return all(path.startswith(ROLES_PATH) for path in problem.changes)
 
 
 def _as_others_are(problem: RecordProblem) -> RecordProblem:
-    """A change of the manifest would only make the right records the wrong ones."""
+    """Replace the suggested change of the manifest, which would make the right records wrong."""
     what = repr(problem.key) if problem.key else "it"
     return replace(problem, fix=f"write {what} as the other records of this source have it", changes={})
 
 
 def content_dropped(source: SplitSource, problems: Iterable[tuple[RecordProblem, int]]) -> list[Finding]:
-    """The same of what a chat template does not write."""
+    """One finding for each kind of content that a chat template does not write."""
     return [_of_records(source, "chat-words-left-out", *found) for found in problems]
 
 
@@ -158,7 +160,7 @@ def _of_records(source: SplitSource, rule: str, problem: RecordProblem, count: i
 
 
 def too_long(source: SplitSource, num_records: int, num_dropped: int, shortest: int, limit: int) -> Finding:
-    """Records beyond maxSequenceLength: some (they are dropped) or all of them (nothing is left)."""
+    """Records beyond maxSequenceLength: either some of them, which are dropped, or all, so that no record is left."""
     everything = num_dropped == num_records
     message = (
         f"{source.address}: all {num_records} records are longer than {limit} tokens, so nothing is left"
@@ -175,7 +177,7 @@ def too_long(source: SplitSource, num_records: int, num_dropped: int, shortest: 
 
 
 def unknown_text(source: SplitSource, num_unknown: int, num_tokens: int) -> Finding:
-    """Text that the tokenizer has no tokens for: as an error where that is half of what is learnt from."""
+    """Text for which the tokenizer has no tokens. It is an error if it makes up half of the tokens."""
     return make_finding(
         "data-unknown-tokens",
         severity="error" if 2 * num_unknown >= num_tokens else "warning",
@@ -188,19 +190,19 @@ def unknown_text(source: SplitSource, num_unknown: int, num_tokens: int) -> Find
 
 
 def never_used(source: SplitSource, weight: float, num_records: int) -> Finding:
-    """The weight is so small that no record occurs in a pass."""
+    """The weight is so small that no record of the source occurs in a pass."""
     return make_finding(
         "data-weight-without-records",
         field=source.field.removesuffix("source") + "weight",
         value=f"{weight:g}",
         message=f"{source.address} has {num_records} records, and with this weight none of them occurs in a pass",
-        # Rounded up: a weight that is a millionth too small leaves out the only record, too.
+        # Rounded up: even a weight that is a millionth too small leaves out the only record.
         fix=f"set the weight to {-(-WEIGHT_UNIT // num_records) / WEIGHT_UNIT:.6f} or more, or remove the data set",
     )
 
 
 def also_held_out(source: SplitSource, num_records: int, num_all: int) -> Finding:
-    """Training records that are held out too, token for token."""
+    """Training records that are also held out, token for token."""
     return make_finding(
         "data-held-out-in-training",
         field=source.field,

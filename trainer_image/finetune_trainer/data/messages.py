@@ -1,6 +1,6 @@
-"""What the process that prepares data and its workers write to each other: a line of JSON for each task and for each answer.
+"""Messages between the process that prepares data and its workers: a line of JSON for each task and for each answer.
 
-A record or a tokenizer may have taken a worker over, so an answer is validated before anything is made of it.
+A record or a tokenizer may have taken over a worker, so each answer is validated before it is used.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from finetune_trainer.files import SpecialFileError
 from finetune_trainer.processes.child import encode_answer, parse_answer
 
 MAX_ANSWER_BYTES = 4 << 20
-"""Of a line. What follows from the next two bounds, with every character escaped, takes less."""
+"""Bound of a line. The following bounds keep an answer below it, even if each character is escaped."""
 MAX_KINDS_SENT = 100
-"""Kinds of problems of one part; a report shows fewer."""
+"""Kinds of problems that are sent for one part; a report shows fewer."""
 MAX_TEXT = 1000
-"""Characters of each text of a problem. A key of a user's may have any length."""
+"""Characters of each text of a problem. Keys in the user's data may have any length."""
 MAX_CHANGES = 256
-"""Characters of the values of a change of the manifest; a longer one is told in the fix alone."""
+"""Characters of the values of a change of the manifest; a longer change appears only as text in the fix."""
 MAX_TRACE = 20_000
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -105,13 +105,13 @@ class WorkerFailure:
     """A worker could not do its task."""
 
     error: OSError | MemoryError | None
-    """What it met, if it is of the file system or of memory."""
+    """The error, if it is of the file system or of memory."""
     trace: str
-    """Where it was."""
+    """The traceback."""
 
 
 def task_line(task: PartTask) -> bytes:
-    """For `read_task`."""
+    """Encode a task for `read_task`."""
     part = {**asdict(task.part), "path": str(task.part.path)}
     result = None if task.result is None else str(task.result)
     settings = {**asdict(task.settings), "mapping": task.settings.mapping.model_dump(mode="json")}
@@ -119,9 +119,9 @@ def task_line(task: PartTask) -> bytes:
 
 
 def read_task(line: bytes) -> PartTask:
-    """What `task_line` made; the process that wrote it is trusted."""
-    told = json.loads(line)
-    part, settings = told["part"], told["settings"]
+    """Decode a line of `task_line`. The process that wrote it is trusted."""
+    message = json.loads(line)
+    part, settings = message["part"], message["settings"]
     span = None if part["span"] is None else (part["span"][0], part["span"][1])
     return PartTask(
         part=FilePart(part["source"], Path(part["path"]), span, part["num_bytes"]),
@@ -133,53 +133,56 @@ def read_task(line: bytes) -> PartTask:
             mapping=MappingPlan.model_validate(settings["mapping"]),
             stop_ids=tuple(settings["stop_ids"]),
         ),
-        result=None if told["result"] is None else Path(told["result"]),
+        result=None if message["result"] is None else Path(message["result"]),
     )
 
 
 def result_line(result: PartResult) -> bytes:
-    """For `read_answer`."""
-    told = {name: getattr(result, name) for name in _COUNTS}
-    told |= {"problems": _problem_fields(result.problems), "left_out": _problem_fields(result.left_out)}
-    told["unreadable"] = None if result.unreadable is None else _error_fields(result.unreadable)
-    return encode_answer(told) + b"\n"
+    """Encode a result for `read_answer`."""
+    fields = {name: getattr(result, name) for name in _COUNTS}
+    fields |= {"problems": _problem_fields(result.problems), "left_out": _problem_fields(result.left_out)}
+    fields["unreadable"] = None if result.unreadable is None else _error_fields(result.unreadable)
+    return encode_answer(fields) + b"\n"
 
 
 def failure_line(error: Exception) -> bytes:
-    """For `read_answer`: what a worker met instead of a result."""
+    """Encode the exception of a worker for `read_answer`."""
     known = _error_fields(error) if isinstance(error, OSError | MemoryError) else None
     return encode_answer({"error": known, "trace": "".join(traceback.format_exception(error))[-MAX_TRACE:]}) + b"\n"
 
 
 def read_answer(line: bytes, file: Path) -> PartResult | WorkerFailure:
-    """What `result_line` or `failure_line` made. file: that the task was about. Raises ValueError for anything else."""
-    told = parse_answer(line, _ANSWER)
-    if isinstance(told, _Failure):
-        return WorkerFailure(None if told.error is None else _error(told.error), told.trace)
-    result = PartResult(**{name: getattr(told, name) for name in _COUNTS})
-    result.problems, result.left_out = _problems(told.problems, file), _problems(told.left_out, file)
-    unreadable = None if told.unreadable is None else _error(told.unreadable)
+    """Decode a line of `result_line` or `failure_line`. Raises ValueError for anything else.
+
+    file: the file that the task was about.
+    """
+    answer = parse_answer(line, _ANSWER)
+    if isinstance(answer, _Failure):
+        return WorkerFailure(None if answer.error is None else _error(answer.error), answer.trace)
+    result = PartResult(**{name: getattr(answer, name) for name in _COUNTS})
+    result.problems, result.left_out = _problems(answer.problems, file), _problems(answer.left_out, file)
+    unreadable = None if answer.unreadable is None else _error(answer.unreadable)
     result.unreadable = unreadable if isinstance(unreadable, OSError) else None
     return result
 
 
 def _problem_fields(problems: Mapping[ProblemKind, tuple[RecordProblem, int]]) -> list[dict[str, object]]:
-    told: list[dict[str, object]] = []
+    encoded: list[dict[str, object]] = []
     for problem, count in list(problems.values())[:MAX_KINDS_SENT]:
         texts = {name: getattr(problem, name)[:MAX_TEXT] for name in ("key", "value", "reason", "fix")}
         is_short = sum(len(str(value)) for value in problem.changes.values()) <= MAX_CHANGES
         changes = dict(problem.changes) if is_short else {}
         fields = {"line": problem.line, **texts, "unit": problem.unit, "are_preferences": problem.are_preferences}
-        told.append({**fields, "changes": changes, "count": count})
-    return told
+        encoded.append({**fields, "changes": changes, "count": count})
+    return encoded
 
 
-def _problems(told: list[_Problem], file: Path) -> dict[ProblemKind, tuple[RecordProblem, int]]:
-    found = {}
-    for each in told:
-        problem = RecordProblem(**each.model_dump(exclude={"count"}), file=file)
-        found[problem.kind] = (problem, each.count)
-    return found
+def _problems(answers: list[_Problem], file: Path) -> dict[ProblemKind, tuple[RecordProblem, int]]:
+    problems = {}
+    for answer in answers:
+        problem = RecordProblem(**answer.model_dump(exclude={"count"}), file=file)
+        problems[problem.kind] = (problem, answer.count)
+    return problems
 
 
 def _error_fields(error: OSError | MemoryError) -> dict[str, object]:
@@ -190,11 +193,11 @@ def _error_fields(error: OSError | MemoryError) -> dict[str, object]:
     return {"kind": kind, "number": error.errno, "text": (error.strerror or str(error))[:MAX_TEXT], "file": file}
 
 
-def _error(told: _Error) -> OSError | MemoryError:
-    if told.kind == "memory":
-        return MemoryError(told.text)
-    if told.kind == "special file" and told.file is not None:
-        return SpecialFileError(Path(told.file))
-    if told.number is None or told.number not in errno.errorcode:
-        return OSError(told.text)
-    return OSError(told.number, told.text, told.file)
+def _error(answer: _Error) -> OSError | MemoryError:
+    if answer.kind == "memory":
+        return MemoryError(answer.text)
+    if answer.kind == "special file" and answer.file is not None:
+        return SpecialFileError(Path(answer.file))
+    if answer.number is None or answer.number not in errno.errorcode:
+        return OSError(answer.text)
+    return OSError(answer.number, answer.text, answer.file)

@@ -1,5 +1,5 @@
-"""Calls of tools in the form of before `tool_calls`: the key `function_call` of a turn, the role `function`, and `functions` of a
-record. Templates know the newer form alone, and leave this one out without a word.
+"""Calls of tools in the form before `tool_calls`: the key `function_call` of a turn, the role `function`, and `functions` of a
+record. Templates know only the newer form and silently leave this one out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _ROLE, _NEWER_ROLE = "function", "tool"
 
 
 def call_of(turn: Any) -> Any:
-    """What a turn calls in this form, whatever that is; None: nothing, for which programs write an empty text or nulls, too."""
+    """The call of a turn in this form, which may be malformed. Returns None for no call, an empty text or nulls."""
     call = turn.get(CALL) if isinstance(turn, dict) else None
     parts = call.values() if isinstance(call, dict) else [call]
     return None if all(part in (None, "", []) for part in parts) else call
@@ -25,12 +25,12 @@ def has_older_calls(turns: Sequence[Any]) -> bool:
 
 
 def is_call(value: Any) -> bool:
-    """Whether it is what `function_call` holds: an object with the name of a function."""
+    """Whether `value` is a valid `function_call`: an object with the name of a function."""
     return isinstance(value, dict) and isinstance(value.get("name"), str) and bool(value["name"].strip())
 
 
 def newer_turn(turn: Mapping[str, Any], role_key: str, named_roles: Collection[str]) -> dict[str, Any]:
-    """A turn of such a chat in the newer form. named_roles: those that the manifest gives a meaning of its own."""
+    """A turn of such a chat in the newer form. named_roles: roles that the manifest's mapping names."""
     newer = {name: value for name, value in turn.items() if name != CALL}
     call = call_of(turn)
     if call is not None and not turn.get("tool_calls"):
@@ -41,7 +41,7 @@ def newer_turn(turn: Mapping[str, Any], role_key: str, named_roles: Collection[s
 
 
 def newer_tools(functions: Any) -> list[dict[str, Any]] | None:
-    """What `functions` of a record describes, as `tools` does; None if it describes none, as under this name it need not."""
+    """The functions in the form of `tools`, or None if `functions` describes none; other data may use this name, too."""
     if isinstance(functions, str):
         try:
             functions = json.loads(functions)

@@ -19,9 +19,9 @@ from finetune_trainer.data.records import WEIGHT_UNIT
 Array = NDArray[Any]
 
 WINDOW_OCCURRENCES = 1 << 20
-"""Documents packed together. Beyond some ten thousand, more fill a sequence no better."""
+"""Number of documents that are packed together. More than some ten thousand do not fill sequences better."""
 BLOCK_DOCUMENTS = 1 << 18
-"""Looked at together while those of a window are sought."""
+"""Number of documents that are looked at together while a window is selected."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class WeightedDocuments:
 
     @property
     def occurrences(self) -> int:
-        """In one pass, of all of them together."""
+        """Number of occurrences of all of them in one pass."""
         return self.count * _units(self.weight) // WEIGHT_UNIT
 
 
@@ -45,10 +45,10 @@ def occurrences(weight: float, indices: Array) -> Array:
 
 
 class DocumentCounts(Protocol):
-    """What is known of each document, wherever it is kept."""
+    """Lengths of the documents, wherever they are stored."""
 
     def counts(self, documents: Array) -> tuple[Array, Array]:
-        """Tokens and supervised tokens of each of these documents, int64; their numbers rise."""
+        """Tokens and supervised tokens of each of these documents, int64. `documents` must be ascending."""
         ...
 
 
@@ -60,11 +60,11 @@ class PlanWindow:
     sequence_ends: Array
     supervised_tokens: Array
     num_tokens: int
-    """Of all sequences together."""
+    """Number of tokens of all sequences."""
 
     @classmethod
     def of(cls, documents: Array, sequence_ends: Array, tokens: Array, supervised: Array) -> PlanWindow:
-        """tokens, supervised: counts of each of the documents, of which there is at least one."""
+        """tokens, supervised: counts for each document, of which there is at least one."""
         of_sequences = np.add.reduceat(supervised, np.concatenate([[0], sequence_ends[:-1]]))
         return cls(documents, sequence_ends, of_sequences, int(tokens.sum()))
 
@@ -77,14 +77,14 @@ def plan_windows(
     window_occurrences: int = WINDOW_OCCURRENCES,
 ) -> Iterator[PlanWindow]:
     """Sequences that hold every occurrence of every document of `table` once."""
-    stride = max(-(-sum(each.occurrences for each in data_sets) // window_occurrences), 1)
+    stride = max(-(-sum(data_set.occurrences for data_set in data_sets) // window_occurrences), 1)
     for offset in range(stride):
         documents, times = _window_documents(data_sets, offset, stride)
         if not len(documents):
             continue
         tokens, supervised = table.counts(documents)
-        # All, then all that occur again, and so on: packing keeps this order among equal lengths and so puts copies of one
-        # document into different sequences where it can.
+        # All occurrences first, then the second ones, and so on: packing keeps this order among equal lengths and so puts copies
+        # of one document into different sequences where it can.
         places = np.concatenate([np.flatnonzero(times > number) for number in range(int(times.max()))])
         if packing:
             order, ends = pack(tokens[places], max_sequence_length)
@@ -95,20 +95,21 @@ def plan_windows(
 
 
 def _window_documents(data_sets: Sequence[WeightedDocuments], offset: int, stride: int) -> tuple[Array, Array]:
-    """Those of every `stride`-th document that occur in a pass at all, and how often. Looked at in blocks, because a small weight
-    leaves few of many.
+    """Every `stride`-th document, if it occurs in a pass, and how often.
+
+    The documents are looked at in blocks, because a small weight leaves few of many.
     """
-    found, times, first = [], [], 0
-    for each in data_sets:
-        stop = first + each.count
+    documents_of_blocks, times, first = [], [], 0
+    for data_set in data_sets:
+        stop = first + data_set.count
         for start in range(first + (offset - first) % stride, stop, stride * BLOCK_DOCUMENTS):
             documents = np.arange(start, min(start + stride * BLOCK_DOCUMENTS, stop), stride)
-            counts = occurrences(each.weight, documents - first)
-            found.append(documents[counts > 0])
+            counts = occurrences(data_set.weight, documents - first)
+            documents_of_blocks.append(documents[counts > 0])
             times.append(counts[counts > 0])
         first = stop
     nothing = np.empty(0, dtype=np.int64)
-    return np.concatenate([nothing, *found]), np.concatenate([nothing, *times])
+    return np.concatenate([nothing, *documents_of_blocks]), np.concatenate([nothing, *times])
 
 
 def _units(weight: float) -> int:
@@ -141,11 +142,12 @@ def one_document_each(num_documents: int) -> tuple[Array, Array]:
 
 
 def _placements(sizes: Array, limit: int) -> Iterator[Array]:
-    """For sizes in falling order: the sequence of each, a run at a time; sequences are numbered as they are opened."""
+    """Place sizes that are in descending order: yields the sequence of each, a run at a time. Sequences are numbered as they are
+    opened.
+    """
     open_by_room: dict[int, list[Array]] = {}
     rooms = num_sequences = 0
-    # Bit r of `rooms` is set where a sequence has room for exactly r tokens: the tightest fit is the lowest bit from the length
-    # up.
+    # Bit r of `rooms` is set if a sequence has room for exactly r tokens, so the tightest fit is the lowest bit from `length` up.
     values, first = np.unique(-sizes, return_index=True)
     for value, count in zip(values.tolist(), np.diff(first, append=len(sizes)).tolist(), strict=True):
         length = -value
@@ -158,28 +160,28 @@ def _placements(sizes: Array, limit: int) -> Iterator[Array]:
                 room = limit
                 sequences = np.arange(num_sequences, num_sequences + -(-count // (limit // length)))
                 num_sequences += len(sequences)
-            each = room // length
-            used = min(len(sequences), -(-count // each))
+            num_per_sequence = room // length
+            used = min(len(sequences), -(-count // num_per_sequence))
             if used < len(sequences):
                 open_by_room.setdefault(room, []).append(sequences[used:])
             if open_by_room.get(room):
                 rooms |= 1 << room
             else:
                 rooms &= ~(1 << room)
-            taken = min(count, used * each)
-            yield np.repeat(sequences[:used], each)[:taken]
+            taken = min(count, used * num_per_sequence)
+            yield np.repeat(sequences[:used], num_per_sequence)[:taken]
             count -= taken
             # The last sequence may have taken fewer than the others.
-            in_last = taken - (used - 1) * each
-            for group, held in ((sequences[: used - 1], each), (sequences[used - 1 : used], in_last)):
+            in_last = taken - (used - 1) * num_per_sequence
+            for group, num_documents in ((sequences[: used - 1], num_per_sequence), (sequences[used - 1 : used], in_last)):
                 if len(group):
-                    left = room - held * length
-                    open_by_room.setdefault(left, []).append(group)
-                    rooms |= 1 << left
+                    room_left = room - num_documents * length
+                    open_by_room.setdefault(room_left, []).append(group)
+                    rooms |= 1 << room_left
 
 
 def _in_order(sequence_of: Array) -> tuple[Array, Array]:
-    """Documents by sequence, sequences by their first document."""
+    """Sort documents by sequence, and sequences by their first document."""
     documents = np.argsort(sequence_of, kind="stable")
     if not len(documents):
         return documents, documents

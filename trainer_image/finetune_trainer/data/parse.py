@@ -1,8 +1,8 @@
-"""A value read from a file -> a record, or why it is none.
+"""A value read from a file -> a record, or the reason why it is not a record.
 
-Called by the readers of each kind of file (read_json.py, read_tables.py, read_text.py), with the names that the records have
-(MappingPlan). Keys beyond those of the format are allowed and ignored, since data sets commonly carry ids and sources. What to
-write if they have other names, suggestions.py says.
+Called by the readers of each kind of file (read_json.py, read_tables.py, read_text.py), with the user's names for the parts of a
+record (MappingPlan). Keys beyond those of the format are allowed and ignored, since data sets commonly carry ids and sources.
+suggestions.py proposes what to write if a record has other keys.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ def record_of(
     mapping: MappingPlan = UNMAPPED,
     keys_in_file: tuple[str, ...] = (),
 ) -> Record | RecordProblem:
-    """`value`, as JSON knows it, as a record. mapping: names that it has for the parts of the format. keys_in_file: if there are
-    more than `value` has.
+    """Convert a JSON value into a record.
+
+    mapping: the names that the records have for the parts of the format. keys_in_file: all keys, if `value` has only some of
+    them.
     """
     if not isinstance(value, dict):
         reason = f"is a JSON {kind(value)}, not an object"
@@ -75,7 +77,7 @@ def record_of(
 
 
 def required_keys(data_format: DataFormat, mapping: MappingPlan) -> tuple[str, ...]:
-    """Keys that a record must have, by the names that they have there."""
+    """Keys that a record must have, by the mapping's names."""
     if data_format is DataFormat.TEXT:
         return (mapping.text,)
     if data_format is DataFormat.PROMPT_COMPLETION or mapping.chat_of_pair:
@@ -84,7 +86,7 @@ def required_keys(data_format: DataFormat, mapping: MappingPlan) -> tuple[str, .
 
 
 def read_keys(data_format: DataFormat, mapping: MappingPlan, names: Collection[str]) -> list[str]:
-    """Which of the columns `names` a record is made of; empty if one that it must have is missing."""
+    """Columns of `names` from which a record is made; empty if a required one is missing."""
     wanted = required_keys(data_format, mapping)
     if data_format is DataFormat.CHAT and wanted[0] not in names and not mapping.chat_of_pair:
         wanted = (mapping.prompt, mapping.completion)
@@ -97,13 +99,13 @@ def read_keys(data_format: DataFormat, mapping: MappingPlan, names: Collection[s
 
 
 def columns_to_read(data_format: DataFormat, mapping: MappingPlan, names: Collection[str]) -> list[str]:
-    """The same, with what shows that the answers are rated."""
+    """The columns of `read_keys`, and the one that shows whether the answers are rated."""
     read = read_keys(data_format, mapping, names)
     return [*read, LABEL] if mapping.prompt in read and LABEL in names and LABEL not in read else read
 
 
 def _rates_answers(value: Mapping[str, Any], mapping: MappingPlan) -> bool:
-    """Whether the records have the form in which undesired answers stand beside desired ones, and no mapping says to take all."""
+    """Whether the records mark answers as desired or undesired, and no mapping asks for all of them."""
     if (mapping.prompt, mapping.completion, mapping.separator, mapping.chat_of_pair) != ("prompt", "completion", "", False):
         return False
     label = value.get(LABEL)
@@ -119,7 +121,7 @@ def _rated(place: RecordPosition, value: Mapping[str, Any]) -> RecordProblem:
 
 
 def _prompt(place: RecordPosition, prompt: str, value: Mapping[str, Any], mapping: MappingPlan) -> str | RecordProblem:
-    """With the further text that belongs to it."""
+    """The prompt with its further input."""
     more = value.get(mapping.input) if mapping.input is not None else None
     if more is None:
         return prompt
@@ -132,7 +134,7 @@ def _prompt(place: RecordPosition, prompt: str, value: Mapping[str, Any], mappin
 def missing_key(
     place: RecordPosition, key: str, names: Mapping[str, Any], data_format: DataFormat, mapping: MappingPlan = UNMAPPED
 ) -> RecordProblem:
-    """A record, or a file with columns `names`, that lacks `key`."""
+    """The problem of a record, or of a file with columns `names`, that lacks `key`."""
     problem = place.problem(key, f"keys {sorted(names)}", "is missing", suggest(key, names, data_format, mapping))
     if all(name in names for name in PREFERENCES):
         reason = "is missing: these are pairs of preferences, and this product does not train on preferences"
@@ -169,32 +171,32 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, item in value.items():
             yield key
-            yield from _texts(each)
+            yield from _texts(item)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts(each)
+        for item in value:
+            yield from _texts(item)
 
 
 def _chat(
     place: RecordPosition, value: Mapping[str, Any], mapping: MappingPlan, keys: tuple[str, ...], all_keys: tuple[str, ...]
 ) -> Record | RecordProblem:
-    """keys: of the turns, or of question and answer."""
+    """keys: the key of the turns, or the keys of question and answer."""
     turns: list[Message] = []
     for key in keys:
         is_side = len(keys) > 1
-        found = _turns_at(place, key, value, mapping, is_side=is_side, is_answer=not is_side or key == mapping.completion)
-        if isinstance(found, RecordProblem):
-            return found
-        turns += found
+        messages = _turns_at(place, key, value, mapping, is_side=is_side, is_answer=not is_side or key == mapping.completion)
+        if isinstance(messages, RecordProblem):
+            return messages
+        turns += messages
     lead = _system_turn(place, value, mapping, turns)
     if isinstance(lead, RecordProblem):
         return lead
     turns = [*lead, *turns]
     written = value.get(TOOLS)
     tools = newer_tools(value.get(FUNCTIONS)) if written is None else written
-    if isinstance(written, str):  # how Parquet and many data sets hold them, since tools share no columns
+    if isinstance(written, str):  # Parquet files and many data sets store tools as text, since tools share no columns
         try:
             tools = json.loads(written) if written.strip() else None
         except (ValueError, RecursionError) as error:
@@ -249,7 +251,7 @@ def _calls_nothing(turn: Any) -> bool:
 def _system_turn(
     place: RecordPosition, value: Mapping[str, Any], mapping: MappingPlan, turns: Sequence[Message]
 ) -> list[Message] | RecordProblem:
-    """What the record or the manifest puts before the turns; nothing before a system turn."""
+    """The system turn of the record or of the manifest; none if the chat begins with its own."""
     if turns[0]["role"] in SYSTEM_ROLES:
         return []
     own = value.get(mapping.system) if mapping.system is not None else None
@@ -260,7 +262,7 @@ def _system_turn(
 
 
 def _turn(place: RecordPosition, key: str, message: Any, turns: Sequence[Any], mapping: MappingPlan) -> Message | RecordProblem:
-    """`message`, one of `turns`."""
+    """Convert `message`, one of `turns`."""
     write = f"write {example(DataFormat.CHAT)}"
     if not isinstance(message, dict):
         return place.problem(key, as_json(message), f"is a {kind(message)}, not an object", write)
@@ -275,17 +277,17 @@ def _turn(place: RecordPosition, key: str, message: Any, turns: Sequence[Any], m
         return place.problem(role_key, role, reason, suggest_role(role))
     if is_call_role(role) and mapping.roles is None:
         reason = "is a call of a tool as a turn of its own, which would not be learnt"
-        found = [turn.get(mapping.role) for turn in turns if isinstance(turn, dict)]
-        roles = list(dict.fromkeys(each for each in found if isinstance(each, str)))
+        names = [turn.get(mapping.role) for turn in turns if isinstance(turn, dict)]
+        roles = list(dict.fromkeys(each for each in names if isinstance(each, str)))
         return place.problem(role_key, role, reason, suggest_roles(roles) or suggest_role(role))
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         return place.problem(
             f"{key}.tool_calls", as_json(calls), "is not a list of objects", "write a list of calls, or remove it"
         )
-    # Programs write null, or an empty list of calls, where a turn has none, and templates ask only whether there is a key.
-    named = (mapping.role, mapping.content)
+    # Programs write null or an empty list if a turn has no calls, and templates only test whether the key exists.
+    mapped_keys = (mapping.role, mapping.content)
     written = {name: each for name, each in message.items() if each is not None and (calls or name != "tool_calls")}
-    written = {"role": role} | {name: each for name, each in written.items() if name not in named}
+    written = {"role": role} | {name: each for name, each in written.items() if name not in mapped_keys}
     if content is None:
         if calls:
             return {**written, "content": None}
@@ -306,7 +308,7 @@ def _turn(place: RecordPosition, key: str, message: Any, turns: Sequence[Any], m
 
 
 def _joined_parts(place: RecordPosition, key: str, parts: list[Any]) -> str | RecordProblem:
-    """A content that is given in parts, all of them texts."""
+    """The text of a content that is given in parts, all of which must be texts."""
     texts = []
     for number, part in enumerate(parts):
         text = part.get("text") if isinstance(part, dict) else None

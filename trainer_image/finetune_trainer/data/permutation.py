@@ -1,4 +1,4 @@
-"""The order of the training sequences, as a function and not as a list: which sequence is at a place of an epoch.
+"""The order of the training sequences, computed by a function: which sequence is at a given place of an epoch.
 
 A counter-based permutation needs no state: any step of any epoch is found in constant time, so a resumed run, or one with
 another number of ranks, sees the same order without replaying it. Called by the training loop, which maps step and rank to
@@ -10,8 +10,9 @@ from __future__ import annotations
 from hashlib import blake2b
 
 ROUNDS = 6
-"""Feistel rounds. Four give a pseudorandom permutation when the round function is one (Luby and Rackoff, 1988); two in
-reserve."""
+"""Feistel rounds. Four give a pseudorandom permutation if the round function is pseudorandom (Luby and Rackoff, 1988); two are a
+reserve.
+"""
 
 
 def position(seed: int, epoch: int, index: int, n: int) -> int:

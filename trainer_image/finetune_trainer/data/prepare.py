@@ -1,11 +1,11 @@
-"""Source files + tokenizer -> prepared data on the workspace, or findings that say what is wrong with the records.
+"""Source files + tokenizer -> prepared data on the workspace, or findings about the records.
 
-Called by preflight, once per job; a second call with the same inputs reuses what the first one wrote. Nothing takes the final
-name if anything speaks against the run: what is made is in a temporary directory until it is published.
+Called by preflight, once per job; a second call with the same inputs reuses the first result. The data is written to a temporary
+directory and gets its final name only if there are no errors.
 
-Memory does not grow with the data: parts of files go to processes that leave tokens on disk (file_parts.py, workers.py), these
-are joined in the order of the records (shard_writer.py), so that the bytes depend neither on the number of processes nor on the
-machine, and the sequences are planned window by window (packing.py).
+Memory does not grow with the data. Parts of files go to worker processes, which write tokens to disk (file_parts.py, workers.py).
+The tokens are joined in the order of the records (shard_writer.py), so that the bytes depend neither on the number of processes
+nor on the machine. The sequences are planned window by window (packing.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from finetune_trainer.files import file_sha256, open_regular, tokenizer_files
 log = logging.getLogger(__name__)
 
 WORTH_WORKERS_BYTES = 2 * PART_BYTES
-"""Less is prepared in this process, because the others take a second to start."""
+"""Less data is prepared in this process, because workers take a second to start."""
 
 
 @dataclass(frozen=True)
@@ -58,23 +58,24 @@ class SplitFacts:
 
     num_records: int
     num_dropped: int
-    """Longer than maxSequenceLength."""
+    """Number of records longer than maxSequenceLength."""
     num_occurrences: int
-    """Records of one pass: those that are kept, each as often as its data set's weight says."""
+    """Number of records of one pass: the kept ones, each as often as its data set's weight says."""
     num_sequences: int
     num_tokens: int
-    """Of one pass."""
+    """Number of tokens of one pass."""
     num_supervised_tokens: int
-    """Of one pass."""
+    """Number of supervised tokens of one pass."""
     longest_document: int
-    """Tokens of the longest record that is kept."""
+    """Number of tokens of the longest kept record."""
     largest_token_id: int
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """Checked data that is ready to be published, or that is on the workspace already. As a context it leaves nothing behind
-    that was not published.
+    """Checked data that is ready to be published, or already on the workspace.
+
+    As a context manager it removes what was not published.
     """
 
     findings: tuple[Finding, ...]
@@ -82,24 +83,22 @@ class Preparation:
     """Splits without an error."""
     datasets: tuple[DatasetFacts, ...]
     inputs: Mapping[str, Any]
-    """What decided the data: equal inputs, equal data."""
+    """Everything that determines the data: equal inputs give equal data."""
     pad_token_id: int
     staging: Staging | None
-    """None where nothing is to be published."""
+    """None if there is nothing to publish."""
     written_data_hash: str = ""
-    """Data hash of what is there already; empty if it has to be published."""
+    """Data hash of the data that is already on the workspace; empty if the data has to be published."""
 
     def readable_at(self, directory: Path) -> Path:
-        """Where its files can be read, published or not; `directory`: their final name. Raises OSError as the file system
-        does.
-        """
+        """Directory from which its files can be read, published or not. directory: their final name. Raises OSError."""
         if self.staging is None:
             return directory
         self.staging.flush()
         return self.staging.path
 
     def publish(self) -> str:
-        """Give the data its final name; the data hash. There must be no error finding. Raises OSError as the file system does."""
+        """Give the data its final name and return the data hash. There must be no error finding. Raises OSError."""
         if self.staging is None:
             return self.written_data_hash
         return self.staging.publish(
@@ -130,10 +129,11 @@ def prepare(
     allow_remote_code: bool = False,
     num_workers: int | None = None,
 ) -> Preparation:
-    """Read, check and tokenise the plan's records, unless `directory` holds the same already.
+    """Read, check and tokenise the plan's records, unless `directory` already holds the same data.
 
-    tokenizer: of `model_directory`. Without it (it did not load, or there is nowhere to write) the records are only checked.
-    num_workers: None for as many as there are CPUs, and one for little data; 0 for this process alone. It changes no byte.
+    tokenizer: of `model_directory`. Without it (it did not load, or the workspace cannot be written) the records are only
+    checked.
+    num_workers: None chooses one for little data, else one for each CPU; 0 uses this process alone. It does not affect the bytes.
     Raises OSError if the workspace fails, WorkerError if a process died, DataError if a file changed meanwhile.
     """
     sources = list_sources(plan, claims_root)
@@ -163,13 +163,13 @@ def prepare(
         splits: dict[str, SplitFacts] = {}
         for split in (TRAIN, VALIDATION):
             members = [source for source in sources if source.named.split == split]
-            found = [
+            findings_of_split = [
                 finding for source in members for finding in source.findings(plan.max_sequence_length, tokenizer is not None)
             ]
-            findings += found
-            # If another split is wrong, this one was only checked.
+            findings += findings_of_split
+            # Without documents this split was only checked, because another split is wrong.
             is_made = any(source.found.num_documents for source in members)
-            if staging is not None and is_made and not any(finding.severity == "error" for finding in found):
+            if staging is not None and is_made and not any(finding.severity == "error" for finding in findings_of_split):
                 splits[split] = _write_plan(staging, split, members, plan)
         datasets = tuple(source.facts() for source in sources)
         _log(splits, datasets, plan.max_sequence_length)
@@ -178,7 +178,7 @@ def prepare(
 
 
 def _inputs(plan: DataPlan, sources: list[Source], model_directory: Path, stop_ids: tuple[int, ...]) -> dict[str, Any]:
-    """Everything that decides the prepared bytes: equal inputs, equal data."""
+    """Everything that determines the prepared bytes: equal inputs give equal data."""
     files = [[str(path.relative_to(model_directory)), file_sha256(path)] for path in tokenizer_files(model_directory)]
     tokenizer_digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
     return {
@@ -186,7 +186,7 @@ def _inputs(plan: DataPlan, sources: list[Source], model_directory: Path, stop_i
             {
                 "split": source.named.split,
                 "weight": source.weight,
-                # The name of a single file decides nothing but its kind; within a directory names decide the order.
+                # Of a single file only the kind matters; within a directory the names determine the order.
                 "files": [
                     [path.suffix if path == source.named.path else str(path.relative_to(source.named.path)), digest]
                     for path, digest in source.files.items()
@@ -202,10 +202,10 @@ def _inputs(plan: DataPlan, sources: list[Source], model_directory: Path, stop_i
 
 
 def _settings(plan: DataPlan) -> dict[str, Any]:
-    """Which files a split is made of, the files say."""
+    """Settings that determine the data. The files themselves are compared, so their locations do not count."""
     settings = plan.model_dump(mode="json", exclude={"train", "validation"})
     if plan.mapping == UNMAPPED:
-        # Data that a release without mappings has prepared is the same.
+        # Data that a release without mappings has prepared stays valid.
         del settings["mapping"]
     return settings
 
@@ -230,12 +230,12 @@ def _reusable(directory: Path, inputs: Mapping[str, Any], pad_token_id: int) -> 
 
 
 def _facts_of(stored: Mapping[str, Any]) -> DatasetFacts:
-    """JSON makes texts of numbers that are keys."""
+    """Dataset facts from JSON, which has turned numeric keys into texts."""
     return DatasetFacts(**{**stored, "lengths": {int(bound): count for bound, count in stored["lengths"].items()}})
 
 
 def _tasks(sources: list[Source], settings: PartSettings, staging: Staging | None) -> Iterator[PartTask]:
-    """Everything to do. Held-out records first, so that training records can be compared with them."""
+    """All tasks. Held-out records come first, so that training records can be compared with them."""
     order = sorted(range(len(sources)), key=lambda number: (sources[number].named.split != VALIDATION, number))
     count = 0
     for number in order:

@@ -1,4 +1,4 @@
-"""How far preparing data is: a bar on a terminal, a line in the log every so often elsewhere."""
+"""Progress of preparing data: a bar on a terminal, otherwise a line in the log every few seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 log = logging.getLogger(__name__)
 LOG_SECONDS = 10.0
-"""Between two lines of the log."""
+"""Time between two lines of the log."""
 
 
 class PreparingProgress:
@@ -25,7 +25,7 @@ class PreparingProgress:
         self._bar = tqdm(total=total_bytes, desc="preparing", unit="B", unit_scale=True) if is_terminal else None
 
     def advance(self, num_bytes: int) -> None:
-        """So many more are done."""
+        """Add bytes that are done."""
         self._done += num_bytes
         if self._bar is not None:
             self._bar.update(num_bytes)
@@ -44,7 +44,7 @@ class PreparingProgress:
 
 
 def line(done: int, total: int, seconds: float) -> str:
-    """`prepared 120 of 1000 MB, 18.2 MB/s, 48 s left`."""
+    """Format a line such as `prepared 120 of 1000 MB, 18.2 MB/s, 48 s left`."""
     rate = done / max(seconds, 1e-9)
     left = f", {(total - done) / rate:.0f} s left" if 0 < done < total else ""
     return f"prepared {done / 1e6:.1f} of {total / 1e6:.1f} MB, {rate / 1e6:.1f} MB/s{left}"

@@ -43,11 +43,11 @@ WHOLE_FILES = {
     ".json": read_json, ".csv": read_csv, ".parquet": read_parquet, ".arrow": read_arrow, TEXT_FILE: read_text,
 }  # fmt: skip
 _OF_DATASETS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""What the datasets library writes beside its records."""
+"""Files that the datasets library writes beside its records."""
 _CACHE = "cache-"
-"""Beginning of the names of .arrow files that it keeps for itself."""
+"""Prefix of .arrow files that the datasets library keeps as a cache."""
 MOST_NAMED = 4
-"""Files of other kinds in a directory that has no records."""
+"""Number of files of other kinds that are named if a directory has no records."""
 KNOWN_EXTENSIONS = (*JSON_LINES, *WHOLE_FILES)
 
 
@@ -55,15 +55,15 @@ class NoRecordFilesError(FileNotFoundError):
     """A directory holds no file of a known kind."""
 
     def __init__(self, path: Path, others: Sequence[str] = ()) -> None:
-        held = f"; it holds {', '.join(sorted(others)[:MOST_NAMED])}" if others else ""
-        super().__init__(errno.ENOENT, f"the directory holds no {', '.join(KNOWN_EXTENSIONS)} file{held}", str(path))
+        contents = f"; it holds {', '.join(sorted(others)[:MOST_NAMED])}" if others else ""
+        super().__init__(errno.ENOENT, f"the directory holds no {', '.join(KNOWN_EXTENSIONS)} file{contents}", str(path))
 
 
 def record_files(path: Path) -> list[Path]:
-    """The files of a source in the order in which they are read: by their paths below it.
+    """The files of a source in the order of reading, which is by their paths below it.
 
-    `path` is a file of any name, or a directory, of which hidden files, hidden directories and unknown kinds are left out.
-    Raises NoRecordFilesError for a directory that holds none, OSError as the file system does.
+    `path` is a file of any name, or a directory. Hidden files, hidden directories and unknown kinds of files are ignored.
+    Raises NoRecordFilesError for a directory without records, OSError as the file system does.
     """
     if not path.is_dir():
         open_regular(path).close()
@@ -74,7 +74,7 @@ def record_files(path: Path) -> list[Path]:
         below[:] = [name for name in below if not name.startswith(".")]
         files += [Path(directory, name) for name in names if _may_hold_records(name)]
         others += [name for name in names if not files and not name.startswith(".")][:MOST_NAMED]
-    # Beside records of another kind a text is a licence or a description.
+    # Beside records of another kind, a text file is a licence or a description.
     files = [file for file in files if file.suffix.lower() != TEXT_FILE] or files
     if not files:
         raise NoRecordFilesError(path, others)
@@ -94,15 +94,15 @@ def _may_hold_records(name: str) -> bool:
 def read_file(
     path: Path, data_format: DataFormat, part: tuple[int, int] | None = None, mapping: MappingPlan = UNMAPPED
 ) -> Iterator[Record | RecordProblem]:
-    """Every record of one file, in order, or a problem in its place.
+    """Yield every record of one file in order, or the problem in its place.
 
-    part: [start, stop) in bytes, only where `can_be_parted`; then the lines that begin there are read, so that parts that cover
-    the file give each of its records once. Lines are then counted from the part's first; add `lines_before(path, start)`.
-    Raises OSError as the file system does.
+    part: [start, stop) in bytes, only where `can_be_parted`. The lines that begin there are read, so that parts that cover the
+    file give each of its records once. Lines are counted from the part's first; add `lines_before(path, start)`. Raises OSError
+    as the file system does.
     """
     problem = kind_problem(path, KNOWN_EXTENSIONS)
     if problem is not None:
-        # Once, however many parts it is read in.
+        # Report the problem once, even if the file is read in several parts.
         return iter(() if part is not None and part[0] > 0 else (problem,))
     reader = WHOLE_FILES.get(path.suffix.lower())
     if reader is None:

@@ -1,4 +1,4 @@
-"""JSON Lines and JSON lists -> records, one at a time: memory is bounded by the longest record, not by the file.
+"""JSON Lines and JSON lists -> records, one at a time: the longest record bounds the memory, not the file.
 
 JSON Lines can be read in ranges of bytes, so that several processes share one file.
 """
@@ -19,10 +19,10 @@ from finetune_trainer.data.records import MAX_RECORD_BYTES, Record, RecordPositi
 from finetune_trainer.files import open_regular
 
 _BLOCK_BYTES = 2**20
-"""Read together of JSON Lines."""
+"""Bytes of JSON Lines that are read at a time."""
 UNIT = "record"
 _BYTES_AT_ONCE = 2**18
-"""Read together of a list."""
+"""Bytes of a JSON list that are read at a time."""
 _BLANK = " \t\n\r"
 _STRUCTURE = re.compile(r'[\[\]{}"]|,')
 _STRING_END = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*(?P<end>")?', re.DOTALL)
@@ -33,13 +33,13 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-"""Made once: json.loads makes a decoder per call where it is given options."""
+"""Shared decoder, because json.loads creates a decoder for each call with options."""
 
 
 def read_jsonl(
     path: Path, data_format: DataFormat, part: tuple[int, int] | None, mapping: MappingPlan = UNMAPPED
 ) -> Iterator[Record | RecordProblem]:
-    """Every non-blank line that begins in the bytes [start, stop) of `part`; lines are counted from the first of them."""
+    """Yield every non-blank line that begins in the bytes [start, stop) of `part`; lines are counted from the first of them."""
     start, stop = part or (0, path.stat().st_size)
     with open_regular(path) as file:
         if start > 0:
@@ -68,9 +68,9 @@ def read_jsonl(
 
 
 def lines_before(path: Path, start: int) -> int:
-    """Lines of a JSON Lines file that begin before byte `start`: what to add to a line number of the part that begins there.
+    """Number of lines of a JSON Lines file that begin before byte `start`, which is the offset for line numbers of that part.
 
-    Reads the file up to there, so call it only where a line number is shown.
+    It reads the file up to there, so call it only if a line number is shown.
     """
     lines, left = 0, start
     last = b"\n"
@@ -81,7 +81,7 @@ def lines_before(path: Path, start: int) -> int:
 
 
 def _skip_line(file: BinaryIO) -> None:
-    """Up to and with the next line end."""
+    """Read past the next line end."""
     while (rest := file.readline(_BLOCK_BYTES)) and not rest.endswith(b"\n"):
         pass
 
@@ -97,16 +97,16 @@ def _parsed_line(place: RecordPosition, encoded: bytes, data_format: DataFormat,
 
 
 def read_json(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> Iterator[Record | RecordProblem]:
-    """Every element of the list. One that is wrong in itself is skipped; where the list itself breaks, reading ends."""
+    """Yield every element of the list. A malformed element is skipped; if the list itself is malformed, reading ends."""
     with open_regular(path) as file:
         yield from _elements(_Window(file), path, data_format, mapping)
 
 
 class _Window:
-    """The part of the file that is looked at: grows at the end, is cut at the beginning."""
+    """The part of the file that is in memory. It grows at the end and is cut at the beginning."""
 
     def __init__(self, file: BinaryIO) -> None:
-        # A byte that is not UTF-8 becomes a lone surrogate, which spoils the one record that holds it and not the file.
+        # A byte that is not UTF-8 becomes a lone surrogate, which spoils only the record that holds it.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
         self._file = file
         self.text = ""
@@ -116,15 +116,15 @@ class _Window:
         self.text = self.text.removeprefix("\ufeff")
 
     def grow(self) -> None:
-        """Read on, and forget what is before `position`."""
-        # As much again as is held: an element of any length is copied and looked at a bounded number of times.
+        """Read the next block and drop what is before `position`."""
+        # Doubling the window bounds how often a long element is copied and scanned.
         block = self._file.read(max(_BYTES_AT_ONCE, len(self.text) - self.position))
         self.is_at_end = not block
         self.text = self.text[self.position :] + self._decoder.decode(block, final=self.is_at_end)
         self.position = 0
 
     def next_mark(self) -> str:
-        """The next character that is not blank, or an empty text at the end of the file."""
+        """Return the next character that is not blank, or an empty text at the end of the file."""
         while True:
             rest = len(self.text)
             while self.position < rest and self.text[self.position] in _BLANK:
@@ -170,8 +170,8 @@ def _elements(window: _Window, path: Path, data_format: DataFormat, mapping: Map
             if mark == "]":
                 break
             if mark != ",":
-                found = f"is followed by {mark!r}" if mark else "is followed by the end of the file"
-                yield place.problem("", element, f"{found}, not by a comma or the end of the list", wanted)
+                successor = f"is followed by {mark!r}" if mark else "is followed by the end of the file"
+                yield place.problem("", element, f"{successor}, not by a comma or the end of the list", wanted)
                 return
     if window.next_mark():
         rest = window.text[window.position :]
@@ -187,21 +187,22 @@ def _parsed_element(place: RecordPosition, element: str, data_format: DataFormat
 
 
 def _end_of_element(window: _Window) -> tuple[int, str]:
-    """Where the element at `window.position` ends, and why it does not, by its brackets and quotes alone: so that a mistake
-    within an element does not hide where the next begins.
+    """Find the end of the element at `window.position`, or the reason why it has none, by brackets and quotes alone.
+
+    So a mistake within an element does not hide where the next one begins.
     """
     depth, at, quote = 0, window.position, -1
     while True:
         if quote < 0:
-            found = _STRUCTURE.search(window.text, at)
-            if found is not None:
-                mark, at = found.group(), found.end()
+            structure = _STRUCTURE.search(window.text, at)
+            if structure is not None:
+                mark, at = structure.group(), structure.end()
                 if mark == '"':
                     quote = at
                 elif mark in "[{":
                     depth += 1
                 elif depth == 0:  # a comma or the end of the list
-                    return found.start(), ""
+                    return structure.start(), ""
                 elif mark != ",":
                     depth -= 1
                     if depth == 0:
@@ -209,9 +210,9 @@ def _end_of_element(window: _Window) -> tuple[int, str]:
                 continue
             at = len(window.text)
         else:
-            ended = _STRING_END.match(window.text, quote)
-            if ended is not None and ended.group("end"):
-                at, quote = ended.end(), -1
+            string_end = _STRING_END.match(window.text, quote)
+            if string_end is not None and string_end.group("end"):
+                at, quote = string_end.end(), -1
                 continue
         if window.is_at_end:
             return len(window.text), "the file ends within the record"

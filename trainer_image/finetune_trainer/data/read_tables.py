@@ -23,13 +23,13 @@ _ROW_UNIT = "row"
 _ROWS_AT_ONCE = 256
 _BUFFER_BYTES = 2**20
 _ARROW_FILE = b"ARROW1"
-"""How a file of Arrow's begins; a stream begins otherwise."""
+"""Beginning of an Arrow file; an Arrow stream begins otherwise."""
 
 
 def read_csv(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> Iterator[Record | RecordProblem]:
-    """Every row after the header. The line of a row is the one on which it begins."""
+    """Yield every row after the header. The line of a row is the one on which it begins."""
     csv.field_size_limit(MAX_RECORD_BYTES)
-    # A byte that is not UTF-8 becomes a lone surrogate, which spoils the one record that holds it and not the file.
+    # A byte that is not UTF-8 becomes a lone surrogate, which spoils only the record that holds it.
     with TextIOWrapper(open_regular(path), "utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(iter(partial(file.readline, MAX_RECORD_BYTES), ""), strict=True)
         header: list[str] | None = None
@@ -81,7 +81,7 @@ def _header_problem(
 
 
 def _no_header(header: list[str], problem: RecordProblem) -> RecordProblem:
-    """The first line names no column that could be meant."""
+    """The problem of a first line that names none of the columns."""
     delimiter = next((mark for mark in _OTHER_DELIMITERS if len(header) == 1 and mark in header[0]), None)
     if delimiter is not None:
         reason = f"is missing: the values are separated by {delimiter!r}, and commas separate those of a CSV file"
@@ -91,17 +91,17 @@ def _no_header(header: list[str], problem: RecordProblem) -> RecordProblem:
 
 
 def read_parquet(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> Iterator[Record | RecordProblem]:
-    """Every row. A null within a turn of a chat is an absent key: all turns share their columns."""
-    # Takes long to load, and most data is JSON.
+    """Yield every row. A null within a turn of a chat counts as an absent key, since all turns share their columns."""
+    # Imported here because loading takes long, and most data is JSON.
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     rows = _Rows(path, data_format, mapping)
     try:
-        # Buffered and not read ahead: else a row group, which may be the whole file, is held in memory.
+        # Buffered without read-ahead, which would hold a row group, possibly the whole file, in memory.
         with open_regular(path) as opened, pq.ParquetFile(opened, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
             columns = columns_to_read(data_format, mapping, file.schema_arrow.names)
-            # Without them one row is read, which shows what the columns hold.
+            # If a required column is missing, one row is read to show what the columns hold.
             batches = file.iter_batches(_ROWS_AT_ONCE if columns else 1, columns=columns or None, use_threads=False)
             yield from rows.records(batches, columns, file.schema_arrow.names)
     except (pa.ArrowException, UnicodeDecodeError) as error:
@@ -109,7 +109,7 @@ def read_parquet(path: Path, data_format: DataFormat, mapping: MappingPlan = UNM
 
 
 def read_arrow(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> Iterator[Record | RecordProblem]:
-    """Every row of what the datasets library saves: a stream of Arrow's, or a file of Arrow's (Feather)."""
+    """Yield every row of a file that the datasets library saved: an Arrow stream or an Arrow file (Feather)."""
     import pyarrow as pa
 
     rows = _Rows(path, data_format, mapping)
@@ -133,7 +133,7 @@ class _Rows:
         self._number = 0
 
     def records(self, batches: Iterable[Any], columns: list[str], names: list[str]) -> Iterator[Record | RecordProblem]:
-        """batches: pyarrow.RecordBatch. columns: that make a record; none if one of these is missing."""
+        """batches: pyarrow.RecordBatch. columns: the columns that make a record; empty if a required one is missing."""
         if not columns:
             first = next((batch.slice(0, 1).to_pylist() for batch in batches if batch.num_rows), [dict.fromkeys(names)])[0]
             missing = next(key for key in required_keys(self._format, self._mapping) if key not in names)
@@ -149,15 +149,15 @@ class _Rows:
                     yield record_of(place, value, self._format, self._mapping, all_names)
 
     def broken(self, kind: str, error: Exception) -> RecordProblem:
-        """The file ends before its records do."""
+        """The problem of a file that ends before its records do."""
         place = RecordPosition(self._path, self._number + 1, _ROW_UNIT)
         return place.problem("", self._path.name, f"the file cannot be read on ({error})", f"write the {kind} file again")
 
 
 def _turns(value: Any) -> Any:
-    """Without what is null within; a key that is missing and one that is null are one in a column."""
+    """Remove nulls within a value; in a column, a missing key and a null key are the same."""
     if isinstance(value, dict):
-        return {key: _turns(each) for key, each in value.items() if each is not None}
+        return {key: _turns(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_turns(each) for each in value]
+        return [_turns(item) for item in value]
     return value

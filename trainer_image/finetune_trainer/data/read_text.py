@@ -14,7 +14,7 @@ from finetune_trainer.files import open_regular
 
 
 def read_text(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> Iterator[Record | RecordProblem]:
-    """Every paragraph, or every line that is not blank. The line of a paragraph is its first."""
+    """Yield every paragraph, or every line that is not blank. The line of a paragraph is its first."""
     if data_format is not DataFormat.TEXT:
         fix = Suggestion(
             "set spec.data.format: Text, or name a file of JSON Lines .jsonl", {"spec.data.format": DataFormat.TEXT.value}
@@ -22,24 +22,24 @@ def read_text(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPP
         reason = f"a .txt file holds text alone, and records of format {data_format} have parts"
         yield RecordPosition(path, 1).problem("", path.name, reason, fix)
         return
-    held: list[bytes] = []
-    begun = 0
+    lines: list[bytes] = []
+    first_line = 0
     with open_regular(path) as file:
         for number, line in enumerate(iter(partial(file.readline, MAX_RECORD_BYTES), b""), 1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if line.strip():
-                begun = begun or number
-                held.append(line)
-            if held and (not line.strip() or mapping.text_unit is TextUnit.LINE or sum(map(len, held)) >= MAX_RECORD_BYTES):
-                yield _record(path, begun, held, mapping)
-                held, begun = [], 0
-    if held:
-        yield _record(path, begun, held, mapping)
+                first_line = first_line or number
+                lines.append(line)
+            if lines and (not line.strip() or mapping.text_unit is TextUnit.LINE or sum(map(len, lines)) >= MAX_RECORD_BYTES):
+                yield _record(path, first_line, lines, mapping)
+                lines, first_line = [], 0
+    if lines:
+        yield _record(path, first_line, lines, mapping)
 
 
-def _record(path: Path, line: int, held: list[bytes], mapping: MappingPlan) -> Record | RecordProblem:
-    place, encoded = RecordPosition(path, line), b"".join(held)
+def _record(path: Path, line: int, lines: list[bytes], mapping: MappingPlan) -> Record | RecordProblem:
+    place, encoded = RecordPosition(path, line), b"".join(lines)
     if len(encoded) >= MAX_RECORD_BYTES:
         fix = Suggestion("set spec.data.mapping.textUnit: Line, or put blank lines between the texts")
         return place.problem("", encoded, f"is longer than {MAX_RECORD_BYTES} bytes", fix)

@@ -1,7 +1,7 @@
 """A chat -> the text that a template writes for it, by transformers' own renderer; or ChatError, which says what to change.
 
-Called by chat.py for chats, by template_probe.py for a plain one. tokenize.py and tokenizer.py ask it which template is meant,
-and every step that works on a chat answers with its error.
+Called by chat.py for chats, by template_probe.py for a plain one. tokenize.py and tokenizer.py choose the template here, and
+every step that works on a chat raises this error.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Span = tuple[int, int]
 
 
 class ChatError(ValueError):
-    """A chat cannot be rendered, or not be told apart into what is asked and what is answered."""
+    """A chat cannot be rendered, or questions and answers cannot be separated in its text."""
 
     def __init__(self, key: str, reason: str, fix: str, changes: Mapping[str, str] | None = None) -> None:
         super().__init__(f"{reason}; {fix}")
         self.key = key
-        """Key of the record, empty where the template is at fault whatever the record."""
+        """Key of the record; empty if the template is wrong for any record."""
         self.reason = reason
         self.fix = fix
         self.changes = changes or {}
@@ -32,13 +32,15 @@ class ChatError(ValueError):
 
 
 def endless_template_error(reason: str) -> ChatError:
-    """The template comes to no end: `reason` says within which bounds."""
+    """Error of a template that does not finish. reason: the bound that it exceeds."""
     fix = "set spec.data.chatTemplate to a template without loops within loops or huge texts, or remove the record"
     return ChatError("messages", f"the chat template {reason} for this chat", fix)
 
 
 def template_source(tokenizer: Tokenizer, written: str | None, *, has_tools: bool = False) -> str:
-    """`written` in the spec, or the tokenizer's template (some have another one for chats with tools). Raises ChatError."""
+    """`written` from the spec, or the tokenizer's template; some tokenizers have another one for chats with tools. Raises
+    ChatError.
+    """
     try:
         return str(tokenizer.get_chat_template(written, [{}] if has_tools else None))
     except ValueError as error:
@@ -60,13 +62,13 @@ def render_chat(
     prompt: bool = False,
     track: bool = False,
 ) -> tuple[str, list[Span]]:
-    """The text that `source` writes, and what it marks as generated (none without `track`). Raises ChatError.
+    """Render a chat with `source`; returns the text and the spans marked as generated (none without `track`). Raises ChatError.
 
-    variables: special tokens, by the names under which templates know them. prompt: with what asks for an answer.
+    variables: special tokens, by the names under which templates know them. prompt: end with the text that asks for an answer.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    # Sandboxed, and a range() is bounded; loops within loops end by render_limit.py.
+    # The renderer is sandboxed and bounds range(); render_limit.py ends nested loops.
     try:
         texts, spans = render_jinja_template(
             conversations=[list(messages)],

@@ -1,8 +1,8 @@
-"""A bound on the time that a chat template may take for one record, no matter who wrote the template. Called by tokenize.py.
+"""A bound on the time that a chat template may take for one record, whoever wrote the template. Called by tokenize.py.
 
-Two timers, both of this process's CPU time, so that a slow machine refuses nothing. The first raises an exception within the
-template. The second is for what no exception reaches, such as the comparison of lists within lists: it ends the process, and
-`RecordNote` tells the process that started this one which record it was (workers.py).
+There are two timers, both of this process's CPU time, so that a slow machine refuses nothing. The first raises an exception
+within the template. The second ends the process, for code that no exception interrupts, such as the comparison of nested lists.
+From `RecordNote` the process that started this one (workers.py) learns which record it was.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 RENDER_SECONDS = 10.0
-"""Of CPU time. A chat of thousands of turns takes a second."""
+"""CPU time for one record. A chat of thousands of turns takes a second."""
 END_SECONDS = 2 * RENDER_SECONDS
-"""Of CPU time, after which the process ends."""
+"""CPU time after which the process ends."""
 ENDED_BY = signal.SIGVTALRM
-"""What ends it: the signal of a timer that nothing here handles."""
+"""Signal of the second timer, which ends the process because it has no handler."""
 _AGAIN_SECONDS = 1.0
-"""Between exceptions, should one be swallowed."""
+"""Time between exceptions, in case one is swallowed."""
 _NOTE = struct.Struct("<qd")
 
 
 class _TooSlow(BaseException):
-    """Raised within the template's code, where no `except Exception` of a library may stop it."""
+    """Raised within the template's code. A BaseException, so that no `except Exception` of a library stops it."""
 
 
 class RenderTimeoutError(Exception):
-    """The template did not come to an end."""
+    """The template did not finish."""
 
 
 @dataclass(frozen=True)
 class RecordNote:
-    """Where a process writes which record it is rendering, for the one that started it. `descriptor`: of a file of its own."""
+    """Memory in which a process notes the record that it is rendering, for the process that started it. descriptor: of this
+    memory.
+    """
 
     descriptor: int
 
@@ -49,20 +51,20 @@ class RecordNote:
         os.pwrite(self.descriptor, _NOTE.pack(0, 0.0), 0)
 
     def read(self) -> tuple[int, float]:
-        """Line of the record, 0 where none is being rendered, and since when (time.monotonic)."""
+        """Line of the record, 0 if none is being rendered, and the time at which rendering began (time.monotonic)."""
         written = os.pread(self.descriptor, _NOTE.size, 0)
         line, since = _NOTE.unpack(written) if len(written) == _NOTE.size else (0, 0.0)
         return line, since
 
 
 def new_note() -> RecordNote:
-    """One in memory. Raises OSError."""
+    """Create a note in memory. Raises OSError."""
     return RecordNote(os.memfd_create("record"))
 
 
 @contextmanager
 def render_limit(line: int, note: RecordNote | None) -> Iterator[None]:
-    """For rendering the record at `line`. Raises RenderTimeoutError; without a `note` the process is not ended."""
+    """Bound the rendering of the record at `line`. Raises RenderTimeoutError; without a `note` the process is not ended."""
     is_interruptible = threading.current_thread() is threading.main_thread()
     if is_interruptible:
         signal.signal(signal.SIGPROF, _raise)

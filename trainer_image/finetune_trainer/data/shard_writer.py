@@ -1,7 +1,7 @@
-"""Writes prepared data: appended to a temporary directory while it is made, then published in one step.
+"""Writes prepared data: it is appended to a temporary directory and then published in one step.
 
-Whatever stood under the final name is replaced only then; a crash at any moment leaves the old data, or none, but never half of
-the new. The form is that of shards.py.
+The previous data under the final name is replaced only then. A crash at any moment leaves the old data, or none, but never half
+of the new. shards.py describes the form.
 """
 
 from __future__ import annotations
@@ -43,16 +43,18 @@ from finetune_trainer.files import (
 )
 
 COPY_BYTES = 1 << 20
-"""Read and written at a time."""
+"""Bytes that are read and written at a time."""
 COUNTS_TYPE = np.dtype([("tokens", "<u4"), ("supervised", "<u4")])
-"""Kept of each document until the sequences are planned."""
+"""Counts of each document that are kept until the sequences are planned."""
 
 
 class Staging:
-    """The temporary directory. As a context it is removed in the end unless it was published."""
+    """The temporary directory of data that is being prepared. As a context manager it is removed at the end unless it was
+    published.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """directory: the final name. Raises OSError as the file system does."""
+        """directory: the final name. Raises OSError."""
         self._directory = directory
         self._made = [path for path in directory.parents if not path.exists()]
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -60,23 +62,25 @@ class Staging:
         self.path = temporary_beside(directory)
         self.path.mkdir()
         self.scratch = self.path / "scratch"
-        """For what is needed only while the data is prepared."""
+        """Directory of files that are needed only while the data is prepared."""
         self.scratch.mkdir()
         self._splits: dict[str, SplitWriter] = {}
 
     def split(self, name: str) -> SplitWriter:
-        """The writer of one split."""
+        """Return the writer of one split."""
         if name not in self._splits:
             self._splits[name] = SplitWriter(self.path, name, self.scratch)
         return self._splits[name]
 
     def flush(self) -> None:
-        """Let what is written so far be read at `path`. Raises OSError."""
+        """Make everything written so far readable at `path`. Raises OSError."""
         for split in self._splits.values():
             split.flush()
 
     def publish(self, facts: Mapping[str, Any]) -> str:
-        """Write a manifest that also holds `facts` (JSON values) and rename; the data hash. Raises OSError."""
+        """Write a manifest that also holds `facts` (JSON values), rename the directory, and return the data hash. Raises
+        OSError.
+        """
         files: dict[str, dict[str, Any]] = {}
         for split in self._splits.values():
             files |= split.close()
@@ -89,7 +93,7 @@ class Staging:
         return data_hash
 
     def discard(self) -> None:
-        """Remove what was not published, and directories that were made for it alone."""
+        """Remove what was not published, and the directories that were created for it."""
         for split in self._splits.values():
             split.abandon()
         shutil.rmtree(self.path, ignore_errors=True)
@@ -105,7 +109,7 @@ class Staging:
 
 
 class SplitWriter:
-    """Files of one split, appended to."""
+    """Appends to the files of one split."""
 
     def __init__(self, root: Path, name: str, scratch: Path) -> None:
         self._root, self._name = root, name
@@ -116,7 +120,7 @@ class SplitWriter:
         self._num_tokens = 0
 
     def append_documents(self, tokens: BinaryIO, lengths: Array, supervised: Array) -> None:
-        """tokens: stored form, in whole documents; `lengths` and `supervised` tokens of each document."""
+        """Append whole documents. tokens: in the stored form. lengths, supervised: counts of tokens of each document."""
         self._append("document_ends", self._num_tokens + np.cumsum(lengths, dtype=np.int64))
         rows = np.empty(len(lengths), dtype=COUNTS_TYPE)
         rows["tokens"], rows["supervised"] = lengths, supervised
@@ -134,7 +138,9 @@ class SplitWriter:
             left -= len(block)
 
     def counts(self, documents: Array) -> tuple[Array, Array]:
-        """See DocumentCounts. Read in blocks and not mapped: mapped pages would count as resident memory, of all documents."""
+        """See DocumentCounts. The counts are read in blocks, since mapped pages of all documents would count as resident
+        memory.
+        """
         tokens, supervised = np.empty(len(documents), dtype=np.int64), np.empty(len(documents), dtype=np.int64)
         self._counts.flush()
         done = 0
@@ -145,13 +151,13 @@ class SplitWriter:
             if not len(rows):
                 raise IndexError(f"document {first} is not among those that were appended")
             stop = int(np.searchsorted(documents, first + len(rows)))
-            found = rows[documents[done:stop] - first]
-            tokens[done:stop], supervised[done:stop] = found["tokens"], found["supervised"]
+            rows_of_documents = rows[documents[done:stop] - first]
+            tokens[done:stop], supervised[done:stop] = rows_of_documents["tokens"], rows_of_documents["supervised"]
             done = stop
         return tokens, supervised
 
     def write_plan(self, windows: Iterable[PlanWindow]) -> PlanCounts:
-        """Append the sequences. Call once, after all documents."""
+        """Append the sequences. Call this once, after all documents."""
         counts = PlanCounts()
         for window in windows:
             self._append("sequence_documents", window.sequence_documents)
@@ -167,12 +173,12 @@ class SplitWriter:
         self._tables[table].write(np.ascontiguousarray(values, dtype=TABLE_TYPE).data)
 
     def flush(self) -> None:
-        """Hold nothing back."""
-        for each in (*self._shards, *self._tables.values()):
-            each.file.flush()
+        """Write out everything that is buffered."""
+        for file in (*self._shards, *self._tables.values()):
+            file.file.flush()
 
     def close(self) -> dict[str, dict[str, Any]]:
-        """Make everything durable; size and digest by name below the root."""
+        """Make everything durable; returns size and SHA-256 by name below the root."""
         self._counts.close()
         written = [*self._shards, *self._tables.values()]
         entries = {str(file.path.relative_to(self._root)): file.close() for file in written}
@@ -180,21 +186,21 @@ class SplitWriter:
         return entries
 
     def abandon(self) -> None:
-        """Close without a promise."""
+        """Close all files, ignoring errors."""
         for file in (self._counts, *(each.file for each in (*self._shards, *self._tables.values()))):
-            with suppress(OSError):  # what is still buffered finds no room, and is not wanted either
+            with suppress(OSError):  # buffered data may not fit on the disk, and is not needed
                 file.close()
 
 
 class PlanCounts:
-    """What one pass over a split holds."""
+    """Counts of one pass over a split."""
 
     def __init__(self) -> None:
         self.num_occurrences = self.num_sequences = self.num_tokens = self.num_supervised_tokens = 0
 
 
 class _DigestedFile:
-    """A file whose digest is known when it is complete, without reading it again."""
+    """A file whose digest is computed while it is written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -214,9 +220,9 @@ class _DigestedFile:
 
 
 def write_prepared(directory: Path, splits: Mapping[str, SplitArrays], facts: Mapping[str, Any]) -> str:
-    """Write splits that are in memory, and a manifest that also holds `facts`, to `directory`; the data hash.
+    """Write splits that are in memory, and a manifest that also holds `facts`, to `directory`; returns the data hash.
 
-    Raises OSError as the file system does; nothing is left behind then.
+    Raises OSError; nothing is left behind then.
     """
     with Staging(directory) as staging:
         for name, arrays in splits.items():

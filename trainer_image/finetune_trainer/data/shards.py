@@ -1,10 +1,10 @@
-"""What prepared data is on disk, and the proof that it is whole.
+"""Layout of prepared data on disk, and the check that it is complete.
 
-    prepared/
-      manifest.json                  last, so that data without it is not data
-      train/, validation/            one directory per split:
-        tokens-00000.i4, ...         tokens of all documents, document after document; see TOKENS_PER_SHARD
-        <table>.i8                   one array of int64 each; see TABLES
+prepared/
+manifest.json                  last, so that data without it is not data
+train/, validation/            one directory per split:
+tokens-00000.i4, ...         tokens of all documents, document after document; see TOKENS_PER_SHARD
+<table>.i8                   one array of int64 each; see TABLES
 
 Each file is a plain little-endian array. A token that the loss does not count is stored as the bitwise complement of its id, so
 that one read gives ids and mask. Sequences are lists of documents, so nothing is rearranged, and a document that occurs twice
@@ -37,9 +37,9 @@ MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2
 TOKEN_TYPE, TABLE_TYPE = np.dtype("<i4"), np.dtype("<i8")
 TOKENS_PER_SHARD = 1 << 28
-"""Every shard but the last holds as many: 1 GiB."""
+"""Number of tokens in every shard but the last: 1 GiB."""
 TABLES = ("document_ends", "sequence_documents", "sequence_ends", "supervised_tokens")
-"""Fields of SplitArrays that are files of their own."""
+"""Fields of SplitArrays that have a file each."""
 
 Array = NDArray[Any]
 
@@ -52,7 +52,7 @@ class PreparedDataError(DataError):
 
 
 class TokenSource(Protocol):
-    """Tokens of a split, wherever they lie."""
+    """Tokens of a split, wherever they are stored."""
 
     def read(self, start: int, stop: int) -> tuple[Array, Array]:
         """Ids int32 and mask bool of the tokens [start, stop) of the split."""
@@ -77,7 +77,7 @@ class SplitTables:
 
 @dataclass(frozen=True)
 class SplitArrays:
-    """A split in memory whose sequences hold its documents in order, each once. Documents lie without gaps.
+    """A split in memory whose sequences hold its documents in order, each once. Documents are contiguous.
 
     `tokens` int32 [num_tokens]; `supervised` bool [num_tokens]: whether the loss counts the prediction of this token; the others
     as in SplitTables.
@@ -100,7 +100,9 @@ class SplitArrays:
 
 
 class TokenShards:
-    """The tokens of a split on disk. Read, not mapped: mapped pages would count as resident memory of every rank."""
+    """The tokens of a split on disk. They are read, not mapped, since mapped pages would count as resident memory of every
+    rank.
+    """
 
     def __init__(self, directory: Path, split: str) -> None:
         self._prepared = directory
@@ -114,33 +116,33 @@ class TokenShards:
             number, within = divmod(position, TOKENS_PER_SHARD)
             file = self._files[number]
             wanted = min(len(view) - filled, (TOKENS_PER_SHARD - within) * TOKEN_TYPE.itemsize)
-            got = os.preadv(file.fileno(), [view[filled : filled + wanted]], within * TOKEN_TYPE.itemsize)
-            if got == 0 or got % TOKEN_TYPE.itemsize:
+            num_read = os.preadv(file.fileno(), [view[filled : filled + wanted]], within * TOKEN_TYPE.itemsize)
+            if num_read == 0 or num_read % TOKEN_TYPE.itemsize:
                 raise PreparedDataError(Path(file.name), "became shorter while it was in use", self._prepared)
-            filled += got
-            position += got // TOKEN_TYPE.itemsize
+            filled += num_read
+            position += num_read // TOKEN_TYPE.itemsize
         return decode(stored)
 
 
 def shard_name(number: int | None) -> str:
-    """Name of a token shard; without a number, the pattern of all."""
+    """Name of a token shard, or the pattern of all of them if there is no number."""
     return f"tokens-{'*' if number is None else f'{number:05d}'}.i4"
 
 
 def encode(tokens: Array, supervised: Array) -> Array:
-    """Ids and mask as they are stored."""
+    """Encode ids and mask into the stored form."""
     ids = np.asarray(tokens, dtype=TOKEN_TYPE)
     return np.where(supervised, ids, ~ids)
 
 
 def decode(stored: Array) -> tuple[Array, Array]:
-    """Ids and mask of what is stored."""
+    """Decode the stored form into ids and mask."""
     supervised = stored >= 0
     return np.where(supervised, stored, ~stored), supervised
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest, checked against its own digest. Raises PreparedDataError."""
+    """Read the manifest and check it against its own digest. Raises PreparedDataError."""
     path = directory / MANIFEST_FILE
     try:
         encoded = read_own(path)
@@ -175,7 +177,7 @@ def verify_files(directory: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def map_tables(directory: Path, split: str) -> SplitTables:
-    """The tables of one split, mapped read-only. Call after `verify_files`."""
+    """Map the tables of one split, read-only. Call this after `verify_files`."""
     return SplitTables(**{table: np.memmap(directory / split / table_name(table), TABLE_TYPE, mode="r") for table in TABLES})
 
 
@@ -184,12 +186,12 @@ def table_name(table: str) -> str:
 
 
 def manifest_digest(body: Mapping[str, Any]) -> str:
-    """The data hash of a manifest without it."""
+    """The data hash of a manifest; `body` is the manifest without it."""
     return hashlib.sha256(encoded_manifest(body)).hexdigest()
 
 
 def encoded_manifest(value: Mapping[str, Any]) -> bytes:
-    """Canonical JSON, so that each change of a byte is a change of the content or of the form, and both are noticed."""
-    # As it will be read: numbers that are keys become texts, and texts stand in another order.
+    """Canonical JSON, so that a change of any byte is noticed, whether it changes the content or only the form."""
+    # As it will be read back: numeric keys become texts, whose order differs.
     value = json.loads(json.dumps(value, allow_nan=False))
     return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False) + "\n").encode()

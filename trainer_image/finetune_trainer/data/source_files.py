@@ -1,8 +1,8 @@
-"""A source that a manifest names -> its files, and why they cannot be used.
+"""A source that a manifest names -> its files, or the reason why they cannot be used.
 
-Which split a file of a directory is of, its name says. The names are those that the datasets library looks for, so that a
-directory means here what it means there. Light: what looks at the first records of a source (roles/look.py) imports it as well as
-what prepares all of them (sources.py).
+The name of a file shows its split, by the words that the datasets library looks for, so that a directory means the same here.
+This module is light, since looking at the first records of a source (roles/look.py) imports it as well as preparing all of them
+(sources.py).
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class SourceFiles:
     named: SplitSource
     files: tuple[Path, ...] = ()
     error: OSError | None = None
-    """It cannot be read."""
+    """The error, if the source cannot be read."""
     refusal: Finding | None = None
-    """Its files are not what the manifest says."""
+    """The finding, if its files are not what the manifest says."""
     warnings: tuple[Finding, ...] = ()
 
     @property
     def problem(self) -> Finding | None:
-        """Why there is nothing to read."""
+        """The reason why there is nothing to read."""
         return unreadable(self.named, self.error) if self.error is not None else self.refusal
 
 
 def find_files(named: SplitSource, splits: Sequence[str], *, is_chosen: bool) -> SourceFiles:
-    """splits: as in DatasetPlan. is_chosen: the user named the split."""
+    """Find the files of a source. splits: as in DatasetPlan. is_chosen: the user named the split."""
     try:
         files = tuple(record_files(named.path))
     except OSError as error:
@@ -68,11 +68,12 @@ def find_files(named: SplitSource, splits: Sequence[str], *, is_chosen: bool) ->
 
 
 def find_shared(sources: Iterable[tuple[SplitSource, Collection[Path], Collection[str]]]) -> dict[SplitSource, Finding]:
-    """Held-out sources with a file of the training data, by its place or by its bytes. Of each source: files, and their digests
-    as far as they are known.
+    """Held-out sources that share a file with the training data, by path or by content.
+
+    sources: of each source, its files and their digests, as far as they are known.
     """
     known = list(sources)
-    found: dict[SplitSource, Finding] = {}
+    findings: dict[SplitSource, Finding] = {}
     for held_out, files, digests in known:
         if held_out.split != VALIDATION:
             continue
@@ -82,36 +83,36 @@ def find_shared(sources: Iterable[tuple[SplitSource, Collection[Path], Collectio
                 pairs = zip(trained_on, their_digests or [""] * len(trained_on), strict=True)
                 shared = [file for file, digest in pairs if file.resolve() in own or (digest and digest in digests)]
                 if shared:
-                    found.setdefault(held_out, shared_files(named, held_out, shared))
-    return found
+                    findings.setdefault(held_out, shared_files(named, held_out, shared))
+    return findings
 
 
 @dataclass(frozen=True)
 class SplitFiles:
-    """The files of a directory, divided."""
+    """The files of a directory, by split."""
 
     split: str
-    """That was taken; empty if no name tells splits apart."""
+    """The chosen split; empty if the file names do not name splits."""
     taken: tuple[Path, ...]
     unnamed: tuple[Path, ...]
-    """Left out because they name no split."""
+    """Files that were left out because they name no split."""
     found: tuple[str, ...]
-    """All splits that the names tell apart."""
+    """All splits that the file names name."""
 
 
 def split_files(directory: Path, files: Sequence[Path], wanted: Sequence[str]) -> SplitFiles:
-    """Those of `files` that are of the first split of `wanted` that there is; all if no name tells splits apart."""
+    """The files of the first split of `wanted` that exists; all files if their names do not name splits."""
     splits = {file: split_of(file.relative_to(directory)) for file in files}
     found = tuple(sorted({split for split in splits.values() if split}))
     if not found:
         return SplitFiles("", tuple(files), (), ())
-    split = next((each for each in wanted if each in found), "")
+    split = next((name for name in wanted if name in found), "")
     taken = tuple(file for file in files if split and splits[file] == split)
     return SplitFiles(split, taken, tuple(file for file in files if not splits[file]), found)
 
 
 def split_of(path: Path) -> str:
-    """The split of a file, by its path below the directory; empty if that names none or several."""
+    """The split of a file, from its path below the directory; empty if the path names none or several."""
     for name in reversed(path.parts[:-1]):
         if name.lower() in _SPLIT_OF_WORD:
             return _SPLIT_OF_WORD[name.lower()]
@@ -121,5 +122,5 @@ def split_of(path: Path) -> str:
     found = {_SPLIT_OF_WORD[word] for word in _SEPARATOR.split(name.lower()) if word in _SPLIT_OF_WORD}
     if len(found) != 1:
         return ""
-    # The names of shards hold exactly the split, such as train_sft.
+    # The name of a shard is exactly the split, such as train_sft.
     return name if shard and name.lower() not in _SPLIT_OF_WORD else found.pop()

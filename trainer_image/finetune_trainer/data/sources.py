@@ -1,6 +1,6 @@
-"""The sources that a plan names: their files, what was found in them, and what there is to say about each.
+"""The sources that a plan names: their files, the results of their parts, and the findings about each.
 
-That includes records that occur twice, and held-out records that are trained on too. Called by prepare.py.
+Findings include records that occur twice, and held-out records that are also trained on. Called by prepare.py.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ from finetune_trainer.files import file_sha256
 
 Array = NDArray[Any]
 Stamp = tuple[int, int]
-"""Size and time of the latest change of a file."""
+"""Size and modification time of a file."""
 
 MAX_COMPARED = 1 << 24
-"""Documents of a source that are compared with each other: what bounds the memory, 128 MiB."""
+"""Number of documents of a source that are compared with each other. It bounds the memory to 128 MiB."""
 REPEATED_SHARE = 0.01
-"""Of a source's records; fewer repetitions are counted, and are not a reason to warn."""
+"""Share of a source's records; fewer repetitions are counted, but cause no warning."""
 UNKNOWN_SHARE = 0.1
-"""Of a source's tokens; a foreign letter here and there is no reason to warn."""
+"""Share of a source's tokens; a few foreign letters cause no warning."""
 
 
 class RepeatedDocuments:
-    """Digests of the documents of one source, to count those that occur more than once."""
+    """Digests of the documents of one source, which count documents that occur more than once."""
 
     def __init__(self) -> None:
         self._blocks: list[Array] = []
         self._left = MAX_COMPARED
 
     def add(self, digests: Array) -> None:
-        """Documents of the source, in any order. Those beyond MAX_COMPARED are not looked at."""
+        """Add documents of the source, in any order. Those beyond MAX_COMPARED are ignored."""
         kept = digests[: self._left]
         self._left -= len(kept)
         self._blocks.append(kept)
 
     def count(self) -> int:
-        """How many documents equal an earlier one."""
+        """Number of documents that equal an earlier one."""
         return sum(map(len, self._blocks)) - len(np.unique(np.concatenate(self._blocks))) if self._blocks else 0
 
 
@@ -76,11 +76,11 @@ class HeldOutDocuments:
         self._sorted: Array | None = None
 
     def add(self, digests: Array) -> None:
-        """Documents that are held out. Call before `count`."""
+        """Add documents that are held out. Call this before `count`."""
         self._blocks.append(digests)
 
     def count(self, digests: Array) -> int:
-        """How many of these training documents are held out too."""
+        """Number of these training documents that are also held out."""
         if self._sorted is None:
             self._sorted = np.unique(np.concatenate(self._blocks)) if self._blocks else np.empty(0, dtype="<u8")
         if not len(self._sorted):
@@ -107,65 +107,65 @@ class DatasetFacts:
     num_repeated: int
     """Records that equal an earlier one."""
     lengths: dict[int, int]
-    """Records by tokens, as in PartResult; keys are texts once they were stored as JSON."""
+    """Histogram of lengths, as in PartResult; its keys are texts in JSON."""
 
 
 @dataclass
 class Source:
-    """What is known of one source while it is prepared."""
+    """The state of one source while it is prepared."""
 
     named: SplitSource
     weight: float
     files: dict[Path, str] = field(default_factory=dict)
-    """In the order of reading, with their digests."""
+    """Files in the order of reading -> their digests."""
     stamps: dict[Path, Stamp] = field(default_factory=dict)
-    """When their digests were taken."""
+    """Sizes and modification times when the digests were computed."""
     error: OSError | None = None
-    """It cannot be read."""
+    """The error, if the source cannot be read."""
     refusal: Finding | None = None
-    """Its files are not what the manifest says."""
+    """The finding, if its files are not what the manifest says."""
     warnings: tuple[Finding, ...] = ()
-    """Of its files."""
+    """Warnings about its files."""
     found: PartResult = field(default_factory=PartResult)
     """Sums over its parts."""
     problems: dict[ProblemKind, tuple[FilePart, RecordProblem, int]] = field(default_factory=dict)
-    """The first of each kind with its part, and how many there are."""
+    """The first problem of each kind with its part, and the number of problems."""
     left_out: dict[ProblemKind, tuple[FilePart, RecordProblem, int]] = field(default_factory=dict)
-    """The same of what the chat template leaves out."""
+    """The first content of each kind that the chat template leaves out, with its part, and the number of such records."""
     repeated: RepeatedDocuments = field(default_factory=RepeatedDocuments)
     num_held_out: int = 0
-    """Training documents that are held out too."""
+    """Number of training documents that are also held out."""
     template_is_endless: bool = False
-    """As in PartResult."""
+    """The chat template did not finish, as in PartResult."""
 
     @property
     def weighted(self) -> WeightedDocuments:
         return WeightedDocuments(self.found.num_documents, self.weight)
 
     def add(self, part: FilePart, result: PartResult) -> None:
-        """What was found in one of its parts, in order."""
-        found = self.found
-        for all_found, found_here in ((self.problems, result.problems), (self.left_out, result.left_out)):
-            for kind, (problem, count) in found_here.items():
-                first_part, first, counted = all_found.get(kind, (part, problem, 0))
-                all_found[kind] = (first_part, first, counted + count)
+        """Add the result of one of its parts. Call this in the order of the parts."""
+        sums = self.found
+        for all_problems, new_problems in ((self.problems, result.problems), (self.left_out, result.left_out)):
+            for kind, (problem, count) in new_problems.items():
+                first_part, first, counted = all_problems.get(kind, (part, problem, 0))
+                all_problems[kind] = (first_part, first, counted + count)
         self.error = self.error or result.unreadable
         self.template_is_endless = self.template_is_endless or result.template_is_endless
-        found.num_records += result.num_records
-        found.num_documents += result.num_documents
-        found.num_dropped += result.num_dropped
-        shortest = [length for length in (found.shortest_dropped, result.shortest_dropped) if length]
-        found.shortest_dropped = min(shortest, default=0)
-        found.num_tokens += result.num_tokens
-        found.num_supervised_tokens += result.num_supervised_tokens
-        found.longest_document = max(found.longest_document, result.longest_document)
-        found.largest_token_id = max(found.largest_token_id, result.largest_token_id)
-        found.num_unknown_tokens += result.num_unknown_tokens
+        sums.num_records += result.num_records
+        sums.num_documents += result.num_documents
+        sums.num_dropped += result.num_dropped
+        shortest = [length for length in (sums.shortest_dropped, result.shortest_dropped) if length]
+        sums.shortest_dropped = min(shortest, default=0)
+        sums.num_tokens += result.num_tokens
+        sums.num_supervised_tokens += result.num_supervised_tokens
+        sums.longest_document = max(sums.longest_document, result.longest_document)
+        sums.largest_token_id = max(sums.largest_token_id, result.largest_token_id)
+        sums.num_unknown_tokens += result.num_unknown_tokens
         for bound, count in result.lengths.items():
-            found.found_length(bound, count)
+            sums.found_length(bound, count)
 
     def findings(self, max_sequence_length: int, was_tokenised: bool) -> list[Finding]:
-        """What there is to say about it when all of it was read."""
+        """The findings about the source after all of it was read."""
         named, found = self.named, self.found
         if self.error is not None:
             return [unreadable(named, self.error)]
@@ -207,19 +207,21 @@ class Source:
 
 
 def list_sources(plan: DataPlan, claims_root: Path) -> list[Source]:
-    """Every source with its files and their digests."""
+    """List every source with its files and their digests."""
     planned = [*((TRAIN, dataset) for dataset in plan.train), *([(VALIDATION, plan.validation)] if plan.validation else [])]
     sources = []
     with ThreadPoolExecutor(available_cpus()) as threads:
         for split, dataset in planned:
             path = claims_root / dataset.location.claim / dataset.location.path
             named = SplitSource(split, dataset.location, path, dataset.field, dataset.source)
-            found = find_files(named, dataset.splits, is_chosen=dataset.split_is_chosen)
-            source = Source(named, dataset.weight, error=found.error, refusal=found.refusal, warnings=found.warnings)
+            source_files = find_files(named, dataset.splits, is_chosen=dataset.split_is_chosen)
+            source = Source(
+                named, dataset.weight, error=source_files.error, refusal=source_files.refusal, warnings=source_files.warnings
+            )
             sources.append(source)
             try:
-                source.stamps = {path: _stamp(path) for path in found.files}
-                source.files = dict(zip(found.files, threads.map(file_sha256, found.files), strict=True))
+                source.stamps = {path: _stamp(path) for path in source_files.files}
+                source.files = dict(zip(source_files.files, threads.map(file_sha256, source_files.files), strict=True))
             except OSError as error:
                 source.error = error
     shared = find_shared((source.named, source.files.keys(), source.files.values()) for source in sources)
@@ -234,7 +236,7 @@ def _stamp(path: Path) -> Stamp:
 
 
 def check_unchanged(sources: list[Source]) -> None:
-    """What was read must be what the digests say. Raises DataError."""
+    """Raise DataError if a file has changed since its digest was computed."""
     for source in sources:
         for path, stamp in source.stamps.items():
             if source.error is None and _stamp(path) != stamp:
@@ -246,5 +248,5 @@ def _first_kinds(problems: dict[ProblemKind, tuple[FilePart, RecordProblem, int]
 
 
 def _in_file(part: FilePart, problem: RecordProblem) -> RecordProblem:
-    """The problem with its line counted from the beginning of the file and not of the part."""
+    """The problem with its line counted from the beginning of the file instead of the part."""
     return replace(problem, line=problem.line + lines_before(part.path, part.span[0])) if part.span else problem

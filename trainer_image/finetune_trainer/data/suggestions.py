@@ -1,7 +1,7 @@
-"""What a manifest may say so that records of other names are read: looked up by the keys that a record has.
+"""Changes of a manifest with which records of other names can be read, looked up by the keys of a record.
 
-Called by parse.py for the first thing that it misses. A suggestion is made of changes of the manifest where these are certain to
-be meant; else it says how a record should look.
+parse.py calls this for the first missing key. A suggestion contains changes of the manifest if these are certain to be meant;
+otherwise it shows what a record should look like.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from finetune_job.plan.mapping import PRESETS, MappingPlan
 from finetune_trainer.data.records import ASSISTANT, KEYS, PREFERENCES, ROLES, Suggestion, example, is_pair_of_turns
 
 LONGEST_NAME = 128
-"""Characters of a name in `data.mapping`."""
+"""Longest name in `data.mapping`, in characters."""
 _FORMAT, _MAPPING, _LOSS_ON = "spec.data.format", "spec.data.mapping", "spec.data.lossOn"
 ROLES_PATH = f"{_MAPPING}.roles."
-"""Before a role of the records. Roles that templates know need none, so that other records stay as they are."""
+"""Path before a role of the records. Roles that templates know need no mapping, so that other records stay as they are."""
 _PAIRS = "PromptCompletion"
 _ALPACA = ("instruction", "output")
 _SHARE_GPT = {f"{_MAPPING}.preset": MappingPreset.SHARE_GPT.value}
@@ -33,30 +33,33 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "input": ("input", "context", "passage", "background", "document", "evidence"),
     "system": ("system", "system_prompt", "system_message", "sys_prompt"),
 }
-"""What data sets call the parts of a record, the most telling names first."""
+"""Common names of the parts of a record in data sets, the clearest names first."""
 _ROLES: Mapping[str, str] = {
     **dict.fromkeys(("human", "prompter", "customer", "person", "client", "question"), "user"),
     **dict.fromkeys(("bot", "gpt", "chatgpt", "ai", "model", "chatbot", "agent", "answer"), ASSISTANT),
     **dict.fromkeys(("function", "observation"), "tool"),
 }
-"""What data sets call the roles of a chat."""
+"""Common names of the roles of a chat in data sets."""
 _CALLS = frozenset({"function_call", "tool_call", "tool_calls"})
-"""Roles under which data sets write calls of tools as turns."""
+"""Roles under which data sets write calls of tools as turns of their own."""
 _MOST_ROLES = 8
-"""That are named in one fix."""
+"""Largest number of roles that one fix names."""
 
 
 def suggest(key: str, names: Mapping[str, Any], data_format: DataFormat, mapping: MappingPlan) -> Suggestion:
-    """For a record with these keys, or a table with these columns, that lacks `key`. Values are None if only names are known."""
+    """Suggest a fix for a record with these keys, or a table with these columns, that lacks `key`.
+
+    Values are None if only names are known.
+    """
     names = {name: value for name, value in names.items() if _can_be_written(name)}
     if all(name in names for name in PREFERENCES):
         return _preferences(names)
-    found = _turns(names, data_format) or _columns(names, data_format) or _near(key, names, data_format, mapping)
-    return found or Suggestion(f"write {example(data_format)}")
+    suggestion = _turns(names, data_format) or _columns(names, data_format) or _near(key, names, data_format, mapping)
+    return suggestion or Suggestion(f"write {example(data_format)}")
 
 
 def suggest_for_table(columns: Mapping[str, Any]) -> Suggestion:
-    """For a table that was taken for chats, whose cells cannot be turns: its columns may be question and answer, or a text."""
+    """Suggest a fix for a table that was read as chats. Its columns may be question and answer, or a text."""
     names = {name: value for name, value in columns.items() if _can_be_written(name)}
     if all(name in names for name in PREFERENCES):
         return _preferences(names)
@@ -66,7 +69,7 @@ def suggest_for_table(columns: Mapping[str, Any]) -> Suggestion:
 
 
 def suggest_turn(message: Mapping[str, Any], turns: Sequence[Any], mapping: MappingPlan) -> Suggestion | None:
-    """For a turn, one of `turns`, that has no role by this name."""
+    """Suggest a fix for a turn, one of `turns`, that has no role by this name."""
     if all(name in message for name in _SHARE_GPT_TURN):
         kept = {} if mapping.messages == "conversations" else {f"{_MAPPING}.messages": mapping.messages}
         return _share_gpt({**_SHARE_GPT, **kept}, turns)
@@ -82,14 +85,14 @@ def is_call_role(role: str) -> bool:
 
 
 def suggest_role(role: str) -> Suggestion:
-    """For a role that no mapping names and no template knows."""
+    """Suggest a fix for a role that neither the mapping nor a template knows."""
     if _can_be_written(role) and (is_call_role(role) or _meant([role])):
         return _with_roles({}, [role])
     return Suggestion(f"name the role in {_MAPPING}.roles, as in {{{json.dumps(role)}: {ASSISTANT}}}")
 
 
 def suggest_roles(roles: Sequence[str]) -> Suggestion | None:
-    """For a chat without an assistant: some of its roles may be other names for those that templates know."""
+    """Suggest a fix for a chat without an assistant: some of its roles may be other names for the known ones."""
     unknown = [role for role in roles if role not in ROLES and _can_be_written(role)][:_MOST_ROLES]
     if not unknown:
         return None
@@ -102,19 +105,20 @@ def suggest_roles(roles: Sequence[str]) -> Suggestion | None:
 
 
 def _meant(roles: Sequence[str]) -> dict[str, str]:
-    """Those of the roles that are other names for what templates know, with these."""
+    """Roles that are other names for known roles -> the known roles."""
     return {role: _ROLES[role.strip().lower()] for role in roles if role.strip().lower() in _ROLES}
 
 
 def _with_roles(changes: Mapping[str, Any], unknown: Sequence[str]) -> Suggestion:
-    """`changes`, and names for the roles that templates do not know. No change by a program where a turn calls a tool: learnt as
-    words, a call is another thing.
+    """Suggest `changes` and names for the roles that templates do not know.
+
+    If a turn calls a tool, the suggestion has no changes for a program, since learning a call as words is something else.
     """
-    named = {**changes, **{f"{ROLES_PATH}{role}": name for role, name in _meant(unknown).items()}}
+    with_names = {**changes, **{f"{ROLES_PATH}{role}": name for role, name in _meant(unknown).items()}}
     calls = [role for role in unknown if is_call_role(role)]
     if not calls:
-        return _set(named)
-    as_words = _set({**named, **{f"{ROLES_PATH}{role}": ASSISTANT for role in calls}})
+        return _set(with_names)
+    as_words = _set({**with_names, **{f"{ROLES_PATH}{role}": ASSISTANT for role in calls}})
     return Suggestion(
         f"remove the records with such turns ({', '.join(calls)}): calls of tools are learnt from tool_calls of a turn, not from "
         f"turns of their own; to learn these as plain words of the assistant, {as_words.fix}"
@@ -122,7 +126,7 @@ def _with_roles(changes: Mapping[str, Any], unknown: Sequence[str]) -> Suggestio
 
 
 def _share_gpt(changes: Mapping[str, Any], turns: Sequence[Any]) -> Suggestion:
-    """`changes`, the preset among them, and names for the roles of the turns that it does not know."""
+    """Suggest `changes`, which include the preset, and names for the roles of the turns that the preset does not know."""
     role_key = _SHARE_GPT_TURN[0]
     roles = [turn.get(role_key) for turn in turns if isinstance(turn, dict)]
     known = PRESETS[MappingPreset.SHARE_GPT].roles or {}
@@ -132,7 +136,7 @@ def _share_gpt(changes: Mapping[str, Any], turns: Sequence[Any]) -> Suggestion:
 
 
 def _can_be_written(name: str) -> bool:
-    """In a manifest: the file may hold anything."""
+    """Whether a manifest may contain the name, which comes from the file and may be anything."""
     return name.isprintable() and len(name) <= LONGEST_NAME
 
 
@@ -141,7 +145,7 @@ def _set(changes: Mapping[str, Any]) -> Suggestion:
 
 
 def _preferences(names: Mapping[str, Any]) -> Suggestion:
-    """No change by a program: half of a pair says something else than the pair."""
+    """Advise how to use pairs of preferences. There are no changes for a program, since half of a pair means something else."""
     chosen = PREFERENCES[0]
     if isinstance(names[chosen], list):
         alone = _set({_FORMAT: "Chat", f"{_MAPPING}.messages": chosen})
@@ -156,7 +160,7 @@ def _preferences(names: Mapping[str, Any]) -> Suggestion:
 
 
 def rated_answers() -> Suggestion:
-    """For prompts with an answer and a label. No change by a program, as above."""
+    """Advise how to use prompts with rated answers. There are no changes for a program, as above."""
     return Suggestion(
         "train on them with a tool for preferences, such as TRL's KTOTrainer; to imitate the desired answers, keep these records "
         "alone and remove the key; to imitate undesired ones, too, remove the key from all records, or, for a line break between "
@@ -165,7 +169,7 @@ def rated_answers() -> Suggestion:
 
 
 def _turns(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
-    """A list of turns under whatever key."""
+    """Suggest a chat if a list of turns stands under any key."""
     chat = {} if data_format is DataFormat.CHAT else {_FORMAT: "Chat"}
     sides = [names.get(key) for key in KEYS[DataFormat.PROMPT_COMPLETION]]
     if is_pair_of_turns(*sides) and all(isinstance(side, str) or _is_turns(side, ("role",)) for side in sides):
@@ -189,18 +193,19 @@ def _turns(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | No
 def _is_turns(value: Any, keys: tuple[str, ...]) -> bool:
     if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(each, dict) and all(key in each for key in keys) for each in value)
+    return all(isinstance(turn, dict) and all(key in turn for key in keys) for turn in value)
 
 
 def _has_answer(turns: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether one of the turns may be the assistant's, by whatever name."""
+    """Whether one of the turns may be the assistant's, under any name."""
     roles = [str(turn["role"]).strip().lower() for turn in turns]
     return any(_ROLES.get(role, role) not in ROLES - {ASSISTANT} for role in roles)
 
 
 def _columns(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
-    """What needs no list of turns. A text comes after question and answer: next to these it is what some template made of them,
-    in which nothing tells them apart.
+    """Suggest a format other than a list of turns.
+
+    A text comes after question and answer: beside these it is the output of some template, which does not separate them.
     """
     return (
         _alpaca(names, data_format)
@@ -219,7 +224,7 @@ def _alpaca(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | N
 
 
 def _other_format(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
-    """The keys of another format, by its own names."""
+    """Suggest another format if the record has its keys."""
     for other in (DataFormat.CHAT, DataFormat.PROMPT_COMPLETION):
         if other is not data_format and all(name in names for name in KEYS[other]):
             return Suggestion(f"set {_FORMAT}: {other.value}, which is what the record looks like", {_FORMAT: other.value})
@@ -227,17 +232,17 @@ def _other_format(names: Mapping[str, Any], data_format: DataFormat) -> Suggesti
 
 
 def _pair(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
-    """Prompt and completion by names that are common for them."""
+    """Suggest prompt and completion by their common names."""
     pair = {field: _first(names, field) for field in ("prompt", "completion")}
     if not all(pair.values()):
         return None
-    named = {f"{_MAPPING}.{field}": name for field, name in pair.items()}
+    mapped = {f"{_MAPPING}.{field}": name for field, name in pair.items()}
     more = _further({name: value for name, value in names.items() if name not in pair.values()}, "input")
-    return _as_pair(names, data_format, {**named, **more})
+    return _as_pair(names, data_format, {**mapped, **more})
 
 
 def _as_pair(names: Mapping[str, Any], data_format: DataFormat, changes: Mapping[str, Any]) -> Suggestion:
-    """changes: that name the keys."""
+    """changes: the mapping of the keys."""
     system = _further(names, "system")
     # Only chats have a system turn.
     wanted = DataFormat.CHAT if system else data_format if data_format is not DataFormat.TEXT else DataFormat.PROMPT_COMPLETION
@@ -258,18 +263,18 @@ def _first(names: Mapping[str, Any], field: str) -> str | None:
 
 
 def _texts(names: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that hold texts, as far as values are known."""
+    """Names whose values are texts, as far as the values are known."""
     return {name: value for name, value in names.items() if value is None or isinstance(value, str)}
 
 
 def _further(names: Mapping[str, Any], field: str, but: str = "") -> dict[str, str]:
-    """The change that has a further text read, if the records have one. but: a name that is read without it."""
+    """The change with which a further text is read, if the records have one. but: a name that is read without a change."""
     name = _first(_texts(names), field)
     return {} if name in {None, but} else {f"{_MAPPING}.{field}": str(name)}
 
 
 def _near(key: str, names: Mapping[str, Any], data_format: DataFormat, mapping: MappingPlan) -> Suggestion | None:
-    """A name that is nearly the one that is missing."""
+    """Suggest the name that is most similar to the missing one."""
     field = {mapping.messages: "messages", mapping.prompt: "prompt", mapping.completion: "completion", mapping.text: "text"}[key]
-    near = difflib.get_close_matches(key, [name for name in names if name not in KEYS[data_format]], n=1)
-    return _set({f"{_MAPPING}.{field}": near[0]}) if near else None
+    similar = difflib.get_close_matches(key, [name for name in names if name not in KEYS[data_format]], n=1)
+    return _set({f"{_MAPPING}.{field}": similar[0]}) if similar else None

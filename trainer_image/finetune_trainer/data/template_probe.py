@@ -1,7 +1,7 @@
-"""A chat template -> what it writes around the turns of a chat, learnt from a plain chat whose words are known.
+"""A chat template -> the text that it writes around the turns of a chat, learnt from a plain chat whose words are known.
 
-What opens a turn of the assistant, what asks for one, and the tokens that end it: with these chat.py finds the turns of records.
-Called by tokenize.py before the records, by tokenizer.py for the template itself and by preflight's token_rows.py.
+This text opens a turn of the assistant, asks for an answer, and ends the turn with stop tokens. chat.py uses it to find the turns
+of records. Called by tokenize.py before the records, by tokenizer.py for the template itself and by preflight's token_rows.py.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from finetune_trainer.data.render_chat import ChatError, Tokenizer, render_chat
 from finetune_trainer.data.sentinels import SentinelPositions, read_sentinels, with_sentinels
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-"""The block by which a template says what the assistant generates; known to transformers' renderer alone."""
+"""The block in which a template marks what the assistant generates; only transformers' renderer knows it."""
 PROBE: tuple[Message, ...] = (
     {"role": "user", "content": "first question"},
     {"role": ASSISTANT, "content": "first answer"},
     {"role": "user", "content": "second question"},
     {"role": ASSISTANT, "content": "second answer"},
 )
-"""A chat that any template for chats can render."""
+"""A chat that any chat template can render."""
 
 
 @lru_cache(maxsize=4)
 def chat_template(tokenizer: Tokenizer, source: str, stop_ids: tuple[int, ...] = ()) -> ChatTemplate:
-    """What `source` was seen to write for a plain chat. Raises ChatError, with an empty key, if it cannot be trained on.
+    """Probe the template `source` with a plain chat. Raises ChatError with an empty key if it cannot be trained on.
 
     stop_ids: tokens at which generation with the model stops.
     """
@@ -38,15 +38,15 @@ def chat_template(tokenizer: Tokenizer, source: str, stop_ids: tuple[int, ...] =
         raise ChatError("", "the tokenizer is a slow one, which does not tell which characters a token stands for", fix)
     variables = dict(tokenizer.special_tokens_map)
 
-    def seen(messages: Sequence[Message], *, prompt: bool = False) -> SentinelPositions:
+    def rendered(messages: Sequence[Message], *, prompt: bool = False) -> SentinelPositions:
         with_marks, first = with_sentinels(messages, "", None)
         return read_sentinels(render_chat(source, variables, with_marks, (), prompt=prompt)[0], first, len(messages))
 
     try:
-        whole, asked, prompted = seen(PROBE), seen(PROBE[:1]), seen(PROBE[:1], prompt=True)
+        whole, question_only, with_prompt = rendered(PROBE), rendered(PROBE[:1]), rendered(PROBE[:1], prompt=True)
     except ChatError as error:
         raise ChatError("", error.reason, error.fix) from error
-    places = [*whole.opened, *whole.closed, asked.closed[0], prompted.closed[0]]
+    places = [*whole.opened, *whole.closed, question_only.closed[0], with_prompt.closed[0]]
     if any(len(place) != 1 for place in places):
         raise ChatError("", "the template does not write each turn of a plain chat once", "write a spec.data.chatTemplate")
     tails = whole.text[whole.closed[1][0] : whole.opened[2][0]], whole.text[whole.closed[3][0] :]
@@ -63,7 +63,7 @@ def chat_template(tokenizer: Tokenizer, source: str, stop_ids: tuple[int, ...] =
     added = {
         number: tokenizer.added_tokens_decoder[number].content for number in stop_ids if number in tokenizer.added_tokens_decoder
     }
-    asked_text, prompted_text = asked.text[asked.closed[0][0] :], prompted.text[prompted.closed[0][0] :]
+    asked_text, prompted_text = question_only.text[question_only.closed[0][0] :], with_prompt.text[with_prompt.closed[0][0] :]
     gaps = [whole.text[whole.closed[number][0] : whole.opened[number + 1][0]] for number in (2, 0)]
     return ChatTemplate(
         source=source,
@@ -78,7 +78,7 @@ def chat_template(tokenizer: Tokenizer, source: str, stop_ids: tuple[int, ...] =
 
 
 def _headers(tokenizer: Tokenizer, asked: str, prompted: str, gaps: Sequence[str]) -> tuple[str, ...]:
-    """What opens a turn of the assistant: `prompted` and `gaps` without the end of the user's turn, which `asked` shows.
+    """The texts that open a turn of the assistant: `prompted` and `gaps` without the end of the user's turn, which `asked` shows.
 
     The ends are compared token by token: "<|endoftext|>" and "<|assistant|>" share characters but nothing else.
     """

@@ -1,8 +1,8 @@
 """Records -> documents: token ids and which of them are supervised.
 
-A prompt is tokenised exactly as a caller will send it later; the end-of-sequence token is appended and supervised, else the
-model would never learn to stop. A chat is the text that its template writes and nothing more; what the template drops of a
-record is noted. Called by file_parts.py for records and by tokenizer.py for a plain chat.
+A prompt is tokenised exactly as a caller will send it later. The end-of-sequence token is appended and supervised, otherwise the
+model would never learn to stop. A chat is exactly the text that its template writes; what the template drops of a record is
+noted. Called by file_parts.py for records and by tokenizer.py for a plain chat.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from finetune_trainer.data.template_probe import chat_template
 __all__ = ["EndlessTemplateError", "TokenizedDocument", "Tokenizer", "tokenize"]
 
 WEIGHT = "weight"
-"""Key of a turn that some programs read: 0 for one that is not to be learnt."""
+"""Key of a turn that some programs read: 0 for a turn that is not to be learnt."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys under which templates look for what was thought before an answer."""
+"""Keys under which templates look for the thoughts before an answer."""
 END_OF_THOUGHT, START_OF_THOUGHT = "</think>", "<think>"
-"""Around thoughts within a content."""
+"""Delimiters of thoughts within a content."""
 
 
 Encoding = Any
@@ -36,16 +36,16 @@ Encoding = Any
 
 @dataclass(frozen=True)
 class TokenizedDocument:
-    """`supervised[i]`: the loss counts the prediction of token i. Never true for the first, which nothing precedes."""
+    """`supervised[i]`: the loss counts the prediction of token i. Never true for the first token, which nothing precedes."""
 
     input_ids: list[int]
     supervised: list[bool]
     left_out: tuple[RecordProblem, ...] = ()
-    """What the record holds and the chat template does not write; no reason to refuse it."""
+    """Content of the record that the chat template does not write. The record is still used."""
 
 
 class EndlessTemplateError(Exception):
-    """The chat template came to no end for a record, and so most likely would not for the next one."""
+    """The chat template did not finish for a record, and most likely would not for the next one."""
 
     def __init__(self, problem: RecordProblem) -> None:
         super().__init__(problem.reason)
@@ -61,11 +61,12 @@ def tokenize(
     *,
     stop_ids: tuple[int, ...] = (),
 ) -> list[TokenizedDocument | RecordProblem]:
-    """One document per record, in order, of any length, or why a chat cannot become one; never a problem for other formats.
+    """Tokenise each record into a document of any length, in order. A chat that cannot become one gives a problem instead.
 
     The tokenizer must have an end-of-sequence token, and for chats be a fast one. written_template: spec.data.chatTemplate; None
-    is the tokenizer's own. All records are of one format. note: for a process that may be ended by its template
+    chooses the tokenizer's own. All records have one format. note: for a process that the template's time limit may end
     (render_limit.py). stop_ids: tokens at which generation with the model stops.
+
     Raises EndlessTemplateError.
     """
     if records and records[0].messages:
@@ -76,7 +77,7 @@ def tokenize(
 def _texts(tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn) -> Iterable[TokenizedDocument]:
     end = tokenizer.eos_token_id
     (nothing,) = _ids(tokenizer, [""], special=True)
-    # An end token that the tokenizer itself puts after every text would stand between prompt and completion.
+    # If the tokenizer appends an end token to every text, it would stand between prompt and completion.
     adds_end = bool(nothing) and nothing[-1] == end
     no_prompt = nothing[:-1] if adds_end else nothing
     asked = iter(_ids(tokenizer, [record.prompt for record in records if record.prompt], special=True))
@@ -88,8 +89,8 @@ def _texts(tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn) -> 
             prompt = prompt[:-1]
         if adds_end and whole[-1] == end:
             whole = whole[:-1]
-        # If prompt and completion would share a token, the joint ids do not begin with the ids that the model sees when it is
-        # asked; then both are tokenised apart. Elsewhere the joint form is the natural one (no space is added at the seam).
+        # If prompt and completion share a token, the joint ids do not begin with the ids that the model sees for the prompt; then
+        # both are tokenised separately. Otherwise the joint form is the natural one, since it adds no space at the seam.
         ids = whole if whole[: len(prompt)] == prompt else prompt + _continued(tokenizer, record.completion)
         if not ids or ids[-1] != end:
             ids.append(end)
@@ -98,13 +99,13 @@ def _texts(tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn) -> 
 
 
 def _begun_once(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """Without the begin token that the tokenizer put before the one that the record writes."""
+    """Remove the begin token that the tokenizer put before the one in the record."""
     begin = tokenizer.bos_token_id
     return ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids
 
 
 def _continued(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokens of a text that continues another one: some tokenizers put a space before each text, which it does not hold."""
+    """Tokens of a text that continues another one. Some tokenizers put a space before each text, which is left out here."""
     before, both = _ids(tokenizer, ["\n", f"\n{text}"], special=False)
     if both[: len(before)] == before:
         return both[len(before) :]
@@ -146,15 +147,17 @@ def _chats(
 
 
 def _rendered(template: ChatTemplate, record: Record, loss_on: LossOn) -> RenderedChat:
-    """The chat with all turns of the assistant; without them where every token is supervised."""
+    """Render the chat with all turns of the assistant, or without turns if every token is supervised."""
     if loss_on is LossOn.ALL:
         return template.render_whole(record.messages, record.tools)
     if all(message["role"] != ASSISTANT for message in record.messages):
         roles = list(dict.fromkeys(str(message["role"]) for message in record.messages))
-        named = suggest_roles(roles)
-        fix = f"add the answer as a turn of the role {ASSISTANT!r}, or remove the record" if named is None else named.fix
+        suggestion = suggest_roles(roles)
+        fix = (
+            f"add the answer as a turn of the role {ASSISTANT!r}, or remove the record" if suggestion is None else suggestion.fix
+        )
         reason = f"holds no turn of the assistant, so there is nothing to learn; its roles are {', '.join(map(repr, roles))}"
-        raise ChatError("messages", reason, fix, {} if named is None else named.changes)
+        raise ChatError("messages", reason, fix, {} if suggestion is None else suggestion.changes)
     last_role = record.messages[-1]["role"]
     if loss_on is LossOn.COMPLETION and last_role != ASSISTANT:
         fix = "end each chat with the assistant's answer, or set spec.data.lossOn: Assistant"
@@ -170,8 +173,8 @@ def _rendered(template: ChatTemplate, record: Record, loss_on: LossOn) -> Render
 
 def _left_out(record: Record, chat: RenderedChat) -> tuple[RecordProblem, ...]:
     return tuple(
-        RecordProblem(record.line, each.key, shown(each.text), each.reason, each.fix, record.unit, record.file)
-        for each in dropped_content(record, chat)
+        RecordProblem(record.line, dropped.key, shown(dropped.text), dropped.reason, dropped.fix, record.unit, record.file)
+        for dropped in dropped_content(record, chat)
     )
 
 
@@ -204,7 +207,7 @@ def _tokens(encoding: Encoding, text: str, start: int, stop: int) -> range:
     if first is None:
         return range(0)
     last = next(token for at in range(stop - 1, start - 1, -1) if (token := encoding.char_to_token(at)) is not None)
-    if not text[stop - 1].isascii():  # a character may be several tokens, of which the first was found
+    if not text[stop - 1].isascii():  # a character may be several tokens, of which only the first was found
         offsets = encoding.offsets
         while last + 1 < len(offsets) and offsets[last + 1][0] < stop:
             last += 1
@@ -227,9 +230,9 @@ def _encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Encoding]:
 
 
 def _backend(tokenizer: Tokenizer) -> Any:
-    """The tokenizer under transformers' wrapper, which copies every id several times: half of the time of short records."""
+    """The tokenizer under transformers' wrapper, which takes half of the time of short records."""
     backend = tokenizer.backend_tokenizer
-    # tokenizer.json may ask for both; the wrapper turns them off on each call, too.
+    # tokenizer.json may ask for both; the wrapper also turns them off on each call.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -246,7 +249,10 @@ class DroppedContent:
 
 
 def dropped_content(record: Record, chat: RenderedChat) -> Iterator[DroppedContent]:
-    """Every text. `chat.turns`: of all of the assistant's turns, in order, or none where they do not matter."""
+    """Yield every text that the template drops.
+
+    chat.turns: all turns of the assistant, in order, or none if they do not matter.
+    """
     turns = iter(chat.turns)
     for number, message in enumerate(record.messages):
         place = f"messages[{number}]"
@@ -255,7 +261,7 @@ def dropped_content(record: Record, chat: RenderedChat) -> Iterator[DroppedConte
             yield from _of_answer(place, message, chat.text if turn is None else "".join(chat.text[a:b] for a, b in turn))
             continue
         words = (message["content"] or "").strip()
-        # What a tool gives back, some templates write as JSON.
+        # Some templates write the result of a tool as JSON.
         if words not in chat.text and json.dumps(words, ensure_ascii=False)[1:-1] not in chat.text:
             role = message["role"]
             reason = f"of a turn of the role {role!r} is left out or changed by the chat template"
@@ -270,7 +276,7 @@ def dropped_content(record: Record, chat: RenderedChat) -> Iterator[DroppedConte
 
 
 def _of_answer(place: str, message: Message, said: str) -> Iterator[DroppedContent]:
-    """`said`: what is learnt of the turn."""
+    """said: the part of the turn that is learnt."""
     thoughts = [(key, message[key]) for key in THOUGHTS if isinstance(message.get(key), str)]
     words = message["content"] or ""
     if words.strip() not in said and END_OF_THOUGHT in words:
@@ -283,7 +289,7 @@ def _of_answer(place: str, message: Message, said: str) -> Iterator[DroppedConte
                 "write a record for each answer whose thoughts are to be learnt, or set a spec.data.chatTemplate that keeps them"
             )
             yield DroppedContent(f"{place}.{key}", thought.strip(), reason, fix)
-            break  # the same thoughts may stand under several keys
+            break  # several keys may hold the same thoughts
     if words.strip() not in said:
         reason = "is left out or changed by the chat template, so it is not learnt as it is written there"
         fix = "set a spec.data.chatTemplate that writes what the assistant says as it is, also where it calls tools"

@@ -1,7 +1,7 @@
-"""The tokenizer of the model directory and its chat template, or why they cannot be used.
+"""The tokenizer of the model directory and its chat template, or the findings that make them unusable.
 
-A template is judged by what it makes of a plain chat whose words are known: whether a model can tell who speaks, whether the
-assistant's words are what is learnt, and whether generation stops where turns end.
+A template is judged by its text for a plain chat whose words are known: whether a model can distinguish the speakers, whether the
+assistant's words are learnt, and whether generation stops where turns end.
 """
 
 from __future__ import annotations
@@ -24,50 +24,49 @@ from finetune_trainer.data.render_chat import ChatError, Tokenizer, template_sou
 from finetune_trainer.data.template_probe import PROBE, chat_template
 from finetune_trainer.data.tokenize import THOUGHTS, EndlessTemplateError, tokenize
 
-if TYPE_CHECKING:  # what looks at the first records does without it
+if TYPE_CHECKING:  # looking at the first records does without it
     from finetune_job.plan.run_plan import AddedTokenPlan, RunPlan
 
 FIELD = "spec.model.source"
 _OF_FOREIGN_TOKENS = ("chat-template-unusable", "chat-marker-split")
-"""What is found if a template is that of another tokenizer."""
+"""Findings about a template that was made for another tokenizer."""
 _TODAY = "strftime_now"
-"""What transformers gives templates that want to know the date."""
+"""Function that transformers gives templates that write the date."""
 MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>")
-"""What is written like a special token."""
+"""Text in the form of a special token."""
 QUESTIONS, ANSWERS = ([turn["content"] for turn in PROBE[first::2]] for first in (0, 1))
 
 
 def load_checked_tokenizer(plan: RunPlan, directory: Path) -> tuple[Tokenizer | None, list[Finding]]:
-    """The tokenizer, or None where it or its chat template cannot be used, and every finding.
+    """Load the tokenizer; returns it, or None if it or its chat template cannot be used, and every finding.
 
-    Each is tried in a process with bounds first: tokenizer files with millions of entries and templates that never end are
-    files like others.
+    Both are tried in a bounded process first, since tokenizer files may have millions of entries and templates may never finish.
     """
     from finetune_trainer.processes.sandbox import SandboxEndedError, run_sandboxed
 
     allow_remote_code = plan.model.allow_remote_code
     try:
-        found = run_sandboxed(lambda: load_tokenizer(directory, allow_remote_code)[1])
+        findings = run_sandboxed(lambda: load_tokenizer(directory, allow_remote_code)[1])
     except SandboxEndedError as error:
         return None, [unusable(directory, f"loading the tokenizer {error}")]
-    if found:
-        return None, found
-    tokenizer, found = load_tokenizer(directory, allow_remote_code)
+    if findings:
+        return None, findings
+    tokenizer, findings = load_tokenizer(directory, allow_remote_code)
     if tokenizer is None:
-        return None, found
+        return None, findings
     try:
-        found += run_sandboxed(lambda: check_chat_template(plan.data, tokenizer, directory, plan.model.added_tokens))
+        findings += run_sandboxed(lambda: check_chat_template(plan.data, tokenizer, directory, plan.model.added_tokens))
     except SandboxEndedError as error:
         fix = "set spec.data.chatTemplate to a template without endless loops or huge texts"
         where = "spec.data.chatTemplate" if plan.data.chat_template is not None else FIELD
         value = (plan.data.chat_template or directory.name)[:80]
         message = f"rendering a plain chat {error}"
-        found.append(make_finding("chat-template-unusable", field=where, value=value, message=message, fix=fix))
-    return None if any(finding.severity == "error" for finding in found) else tokenizer, found
+        findings.append(make_finding("chat-template-unusable", field=where, value=value, message=message, fix=fix))
+    return None if any(finding.severity == "error" for finding in findings) else tokenizer, findings
 
 
 def unusable(directory: Path, message: str) -> Finding:
-    """The tokenizer does not load."""
+    """The finding of a tokenizer that does not load."""
     return make_finding(
         "tokenizer-unusable",
         field=FIELD,
@@ -78,7 +77,7 @@ def unusable(directory: Path, message: str) -> Finding:
 
 
 def load_tokenizer(directory: Path, allow_remote_code: bool) -> tuple[Tokenizer | None, list[Finding]]:
-    """The tokenizer, or None with a finding. Nothing is fetched."""
+    """Load the tokenizer; returns it, or None with a finding. Nothing is downloaded."""
     from transformers import AutoTokenizer
 
     try:
@@ -100,7 +99,7 @@ def load_tokenizer(directory: Path, allow_remote_code: bool) -> tuple[Tokenizer 
 
 
 class TemplateSettings(Protocol):
-    """What of a DataPlan decides about chats."""
+    """The part of a DataPlan that matters for chats."""
 
     @property
     def format(self) -> DataFormat: ...
@@ -115,8 +114,7 @@ class TemplateSettings(Protocol):
 def check_chat_template(
     data: TemplateSettings, tokenizer: Tokenizer, directory: Path, added: Sequence[AddedTokenPlan] = ()
 ) -> list[Finding]:
-    """What is wrong with the template for any chat: it is tried on a plain one. For other formats, with the token that ends a
-    text.
+    """Findings about the template that hold for any chat, from a plain one; for other formats, about the token that ends a text.
 
     directory: of the model, for the tokens at which its generation stops. added: the job's own tokens.
     """
@@ -142,38 +140,38 @@ def check_chat_template(
     if begin is not None and made.input_ids[:2] == [begin, begin]:
         doubled = f"every chat begins with {tokenizer.bos_token!r} twice, which the model has never seen"
         return [of_template("chat-template-doubles-begin", doubled, "write the begin token once in the template")]
-    found = []
+    findings = []
     if begin is not None and made.input_ids[0] != begin and tokenizer("")["input_ids"][:1] == [begin]:
         unbegun = (
             f"the tokenizer puts {tokenizer.bos_token!r} before each text and the template writes none, so no chat begins as "
             "all that the model has learnt from"
         )
-        found.append(of_template("chat-template-without-begin", unbegun, "begin the template with {{ bos_token }}"))
+        findings.append(of_template("chat-template-without-begin", unbegun, "begin the template with {{ bos_token }}"))
     template = chat_template(tokenizer, template_source(tokenizer, data.chat_template))
     stop, number = list(template.stops.items())[-1]
-    own = next((token for token in added if token.content == stop), None)
+    added_stop = next((token for token in added if token.content == stop), None)
     known = generation_stops(tokenizer, directory)
-    if number not in known and own is not None and not own.stop:
+    if number not in known and added_stop is not None and not added_stop.stop:
         endless = f"turns end with {stop!r}, an added token at which generation would not stop"
-        tokens = [{**token.written(), **({"stop": True} if token is own else {})} for token in added]
+        tokens = [{**token.written(), **({"stop": True} if token is added_stop else {})} for token in added]
         fix = f"set stop: true for {stop!r} in {ADDED_FIELD}"
-        found.append(of_template("chat-stop-token-unknown", endless, fix, {ADDED_FIELD: tokens}))
-    elif number not in known and own is None:
+        findings.append(of_template("chat-stop-token-unknown", endless, fix, {ADDED_FIELD: tokens}))
+    elif number not in known and added_stop is None:
         endless = f"turns end with {stop!r} ({number}), but generation stops at {sorted(known)}, so a server would not stop there"
         fix = f"add {number} to eos_token_id in generation_config.json of the model"
-        found.append(of_template("chat-stop-token-unknown", endless, fix))
-    found += [
+        findings.append(of_template("chat-stop-token-unknown", endless, fix))
+    findings += [
         of_template(problem.rule, problem.message, problem.fix)
         for problem in check_markers(template, tokenizer, learns_turns=data.loss_on is not LossOn.ALL)
     ]
     if _TODAY in template.source:
         dated = "the template writes the date of the preparation into every chat, so data prepared on another day is not the same"
-        found.append(of_template("chat-template-dated", dated, f"remove {_TODAY} from the template"))
-    return found
+        findings.append(of_template("chat-template-dated", dated, f"remove {_TODAY} from the template"))
+    return findings
 
 
 def _other_template(tokenizer: Tokenizer, named: str | None) -> str | None:
-    """The one of ours whose tokens the tokenizer has, if another of ours is named."""
+    """The built-in template that fits the tokenizer's tokens, if another built-in one is named."""
     if named is None or not tokenizer.is_fast:
         return None
     fitting = fitting_template(frozenset(token.content for token in tokenizer.added_tokens_decoder.values()))
@@ -181,7 +179,7 @@ def _other_template(tokenizer: Tokenizer, named: str | None) -> str | None:
 
 
 def _unknown_end(tokenizer: Tokenizer, directory: Path) -> list[Finding]:
-    """Every text is made to end with the tokenizer's end token; a server has to stop there."""
+    """The finding if a server would not stop at the tokenizer's end token, with which every text ends."""
     number, known = int(tokenizer.eos_token_id), generation_stops(tokenizer, directory)
     if number in known:
         return []
@@ -199,7 +197,7 @@ def _unknown_end(tokenizer: Tokenizer, directory: Path) -> list[Finding]:
 
 @dataclass(frozen=True)
 class MarkerProblem:
-    """Something wrong with what the template writes around the turns."""
+    """A problem of what the template writes around the turns."""
 
     rule: str
     message: str
@@ -207,7 +205,7 @@ class MarkerProblem:
 
 
 def check_markers(template: ChatTemplate, tokenizer: Tokenizer, *, learns_turns: bool) -> Iterator[MarkerProblem]:
-    """Every problem. `learns_turns`: only what the assistant says is learnt, so that its spans count."""
+    """Yield every problem. learns_turns: only the assistant's turns are learnt, so that their spans count."""
     text = template.render(PROBE)
     if learns_turns:
         yield from _wrong_spans(template)
@@ -242,7 +240,7 @@ def check_markers(template: ChatTemplate, tokenizer: Tokenizer, *, learns_turns:
 
 
 def _asked_otherwise(template: ChatTemplate) -> Iterator[MarkerProblem]:
-    """A template may begin a thought where it asks for an answer, and drop the thoughts of every answer that it is given."""
+    """Find a template that begins a thought where it asks for an answer, and drops the thoughts of every given answer."""
     if not template.asks or not template.headers or any(template.headers[0] in text for text in _answered(template)):
         return
     yield MarkerProblem(
@@ -254,7 +252,7 @@ def _asked_otherwise(template: ChatTemplate) -> Iterator[MarkerProblem]:
 
 
 def _answered(template: ChatTemplate) -> Iterator[str]:
-    """A question and its answer: without thoughts, and with thoughts in each of the places where templates look for them."""
+    """A question and its answer: without thoughts, and with thoughts in each place where templates look for them."""
     question, answer = PROBE[:2]
     for changes in ({}, {"content": f"<think>\nthought\n</think>\n\n{answer['content']}"}, dict.fromkeys(THOUGHTS, "thought")):
         try:
@@ -280,11 +278,11 @@ def _wrong_spans(template: ChatTemplate) -> Iterator[MarkerProblem]:
 
 
 def generation_stops(tokenizer: Tokenizer, directory: Path) -> set[int]:
-    """What the files of the model in `directory` say, and where they do not, the tokenizer's end token."""
+    """Tokens at which generation stops, from the files of the model in `directory`, or else the tokenizer's end token."""
     for name in ("generation_config.json", "config.json"):
         try:
             written = json.loads((directory / name).read_text())
-        except (OSError, ValueError, RecursionError):  # no such file, or one of which others say that it is wrong
+        except (OSError, ValueError, RecursionError):  # no such file, or a malformed one, which other checks report
             continue
         for part in (written, written.get("text_config")) if isinstance(written, dict) else ():
             value = part.get("eos_token_id") if isinstance(part, dict) else None

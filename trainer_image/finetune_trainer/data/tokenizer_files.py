@@ -1,9 +1,9 @@
-"""A tokenizer as its files have it, without transformers, which takes a second of processor time to import: as much as
-tokenize.py, render_chat.py and template_probe.py ask of one, and transformers' renderer of chat templates alone.
+"""A tokenizer read from its files without transformers, whose import takes a second of processor time.
 
-For looking at the first records, where a second counts. Text becomes the tokens that tokenizer.json says; what a tokenizer class
-of transformers changes beyond that shows in preflight alone. Templates run in the very sandbox in which training runs them: the
-packages above its module are put in place without running their own code.
+It has what tokenize.py, render_chat.py and template_probe.py need, and transformers' renderer of chat templates alone. It serves
+for looking at the first records, where a second counts. tokenizer.json decides the tokens of a text; only preflight shows what a
+tokenizer class of transformers changes beyond that. Templates run in the same sandbox as in training: the parent packages of its
+module are put in place without running their code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RENDERER = f"{_UTILS}.chat_template_utils"
 
 
 class TokenizerFilesError(ValueError):
-    """The files do not make a tokenizer."""
+    """The files are not a tokenizer."""
 
 
 class FileTokenizer:
@@ -41,16 +41,16 @@ class FileTokenizer:
     is_fast = True
 
     def __init__(self, directory: Path, added: Sequence[AddedTokenPlan] = ()) -> None:
-        """added: tokens of the job that the files do not have. Raises TokenizerFilesError, OSError."""
+        """added: tokens of the job that the files lack. Raises TokenizerFilesError, OSError."""
         from tokenizers import AddedToken, Tokenizer
 
         with open_regular(directory / _BACKEND) as file:
             content = file.read().decode(errors="replace")
         try:
             self.backend_tokenizer = Tokenizer.from_str(content)
-        except Exception as error:  # the library raises nothing more telling
+        except Exception as error:  # the library raises nothing more specific
             raise TokenizerFilesError(f"{_BACKEND} is not a tokenizer ({str(error)[:300]})") from error
-        self.backend_tokenizer.add_tokens([AddedToken(each.content, special=each.special, normalized=False) for each in added])
+        self.backend_tokenizer.add_tokens([AddedToken(token.content, special=token.special, normalized=False) for token in added])
         config = {**_object(directory / _MAP), **_object(directory / _CONFIG)}
         self.special_tokens_map = {name: text for name in _TOKENS if (text := _content(config.get(name)))}
         self.added_tokens_decoder: Mapping[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
@@ -65,11 +65,11 @@ class FileTokenizer:
         return text if token == name or text is None else self.convert_tokens_to_ids(text)
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
-        found: int | None = self.backend_tokenizer.token_to_id(token)
-        return found
+        token_id: int | None = self.backend_tokenizer.token_to_id(token)
+        return token_id
 
     def get_chat_template(self, written: str | None, tools: Sequence[Any] | None) -> str:
-        """As transformers chooses it. Raises ValueError if there is none."""
+        """Choose a template as transformers does. Raises ValueError if there is none."""
         if written is not None:
             return written
         wanted = _TOOL_USE if tools and _TOOL_USE in self._templates else _DEFAULT
@@ -78,9 +78,9 @@ class FileTokenizer:
         return self._templates[wanted]
 
     def vocabulary(self) -> Mapping[str, int]:
-        """Ids by text, of all tokens."""
-        found: Mapping[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
-        return found
+        """All tokens: text -> id."""
+        vocabulary: Mapping[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.backend_tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -105,42 +105,42 @@ def _content(token: Any) -> str | None:
 
 
 def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """By name; a file of its own stands before what tokenizer_config.json says."""
+    """Templates by name. A file of its own takes precedence over tokenizer_config.json."""
     written = config.get("chat_template")
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     if isinstance(written, str):
-        found[_DEFAULT] = written
+        templates[_DEFAULT] = written
     elif isinstance(written, list):
-        for each in written:
-            if isinstance(each, dict) and isinstance(each.get("name"), str) and isinstance(each.get("template"), str):
-                found[each["name"]] = each["template"]
+        for entry in written:
+            if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str):
+                templates[entry["name"]] = entry["template"]
     for name, path in (
         (_DEFAULT, directory / CHAT_TEMPLATE_FILE),
         *((path.stem, path) for path in (directory / TEMPLATES).glob("*.jinja")),
     ):
         try:
             with open_regular(path) as file:
-                found[name] = file.read().decode(errors="replace")
+                templates[name] = file.read().decode(errors="replace")
         except OSError:
             continue
-    return found
+    return templates
 
 
 class _Logger(logging.LoggerAdapter[logging.Logger]):
-    """As much of transformers' loggers as the renderer calls."""
+    """The part of transformers' loggers that the renderer calls."""
 
     def warning_once(self, message: str) -> None:
         self.warning(message)
 
 
 def keep_rest_of_transformers_out() -> None:
-    """From here on only modules that are named can be imported of transformers. Does nothing if it is imported already."""
+    """Let only explicitly named modules of transformers be imported from now on. Does nothing if it is already imported."""
     if _PACKAGES[0] in sys.modules:
         return
-    found = importlib.util.find_spec(_PACKAGES[0])
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(_PACKAGES[0])
+    if spec is None or spec.origin is None:
         return
-    root = Path(found.origin).parent.parent
+    root = Path(spec.origin).parent.parent
     for name in _PACKAGES:
         package = ModuleType(name)
         package.__path__ = [str(root.joinpath(*name.split(".")))]
@@ -148,14 +148,15 @@ def keep_rest_of_transformers_out() -> None:
 
 
 def import_renderer() -> None:
-    """Import the renderer alone: without numpy, whose scalars no record holds, without the Hub's client and progress bars, which
-    the loggers of transformers load, and without what looks for installed packages. All stay importable. Raises
-    ModuleNotFoundError.
+    """Import the renderer alone, without the heavy modules that it would import.
+
+    These are numpy (no record holds its scalars), the Hub's client and progress bars (which the loggers of transformers load),
+    and the search for installed packages. All stay importable. Raises ModuleNotFoundError.
     """
     numbers, loggers, packages = (ModuleType(name) for name in ("numpy", f"{_UTILS}.logging", f"{_UTILS}.import_utils"))
     vars(numbers)["generic"] = type("generic", (), {})
     vars(loggers)["get_logger"] = lambda name: _Logger(logging.getLogger(name), {})
-    # Tensors and images have their place in functions that a template calls as tools, of which records have none.
+    # Tensors and images are for functions that a template calls as tools; records have no such functions.
     vars(packages).update(is_jinja_available=lambda: True, is_torch_available=lambda: False, is_vision_available=lambda: False)
     absent = {module.__name__: module for module in (numbers, loggers, packages) if module.__name__ not in sys.modules}
     sys.modules.update(absent)

@@ -1,7 +1,7 @@
 """`python -m finetune_trainer.data.worker SETTINGS`: processes that work on parts of files; started by workers.py.
 
-The first process loads the tokenizer and forks the others, which share its memory. torch is kept out of them: only the tokenizer
-is needed, and torch takes seconds and hundreds of MB. Every process dies with the one that started it.
+The first process loads the tokenizer and forks the others, which share its memory. torch is not imported: only the tokenizer is
+needed, and torch takes seconds and hundreds of MB. Every process dies with the one that started it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from finetune_trainer.processes.start import die_with, keep_torch_out
 
 
 def main(arguments: str) -> int:
-    """Load, fork, wait; the first exit status of a worker that is not 0 (negative: the signal that ended it)."""
+    """Load the tokenizer, fork the workers and wait; returns the first exit status of a worker that is not 0 (negative: a
+    signal).
+    """
     settings = json.loads(arguments)
     die_with(settings["parent"])
     if not settings["allow_remote_code"]:
@@ -54,14 +56,14 @@ def _serve_one(number: int, descriptors: list[tuple[int, int]], tokenizer: Token
 
 
 def serve(connection: socket, tokenizer: Tokenizer, note: RecordNote) -> None:
-    """Work on what comes through the connection until it closes, in a process of its own."""
-    # A chat template may ask for any amount.
+    """Work on the tasks from the connection until it closes, in a process of its own."""
+    # A chat template may allocate any amount.
     limit_memory()
     with connection.makefile("rb") as tasks:
         for line in tasks:
             try:
                 answer = result_line(work_on(read_task(line), tokenizer, note))
-            except Exception as error:  # noqa: BLE001 - whatever it is, the process that asked has to know
+            except Exception as error:  # noqa: BLE001 - whatever it is, the process that sent the task has to know
                 answer = failure_line(error)
             connection.sendall(answer)
 

@@ -1,6 +1,6 @@
-"""Parts of files -> their results, in order, worked on by several processes (worker.py) or by this one.
+"""Parts of files -> their results, in order, computed by several processes (worker.py) or by this one.
 
-Processes and not threads, because a chat template and the reading of JSON hold Python's lock.
+These are processes and not threads, because chat templates and JSON parsing hold Python's lock.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ from finetune_trainer.errors import TrainerError
 from finetune_trainer.processes.child import Child, ChildOutput, TooMuchOutputError, start
 
 MAX_WORKERS = 8
-"""A worker holds some tens of MB of its own."""
+"""Largest number of workers. Each has some tens of MB of its own."""
 AHEAD = 4
-"""Results per worker that may wait for an earlier one, on disk."""
+"""Number of results per worker that may wait for an earlier one, on disk."""
 EXIT_SECONDS = 60.0
-"""What a process may take to end after its connection has closed."""
+"""Time that a process may take to end after its connection has closed."""
 TAKING_SECONDS = 60.0
-"""What a worker that has nothing to do may take to read its next task."""
+"""Time that an idle worker may take to read its next task."""
 PART_SECONDS = 1800.0
 SLOWEST_BYTES_PER_SECOND = 16 << 10
-"""A part may take PART_SECONDS and what its bytes take at this speed, a hundredth of an old machine's."""
+"""Added to PART_SECONDS, the time of a part's bytes at this speed, a hundredth of an old machine's, bounds the work on it."""
 LAST_OUTPUT = 2000
 """Characters of a worker's output that an error shows."""
 
 
 class WorkerError(TrainerError):
-    """A process that prepares data ended before its work did."""
+    """A process that prepares data ended before its work was done."""
 
 
 class WorkerKilledError(WorkerError):
-    """By SIGKILL, which is what the kernel does where memory runs out."""
+    """The process was ended by SIGKILL, which the kernel sends if memory runs out."""
 
     failure = FailureClass.HOST_OUT_OF_MEMORY
 
 
 def in_this_process(tasks: Iterator[PartTask], tokenizer: Tokenizer | None) -> Generator[tuple[PartTask, PartResult]]:
-    """One after the other. A chat template that does not end may end this process."""
+    """Work on one task after the other. A chat template that does not finish may end this process."""
     for task in tasks:
         yield task, work_on(task, tokenizer)
 
 
 class _Worker:
-    """A process at the other end of a socket, what it works on and until when."""
+    """A process at the other end of a socket, its current task and the deadline for it."""
 
     def __init__(self, connection: socket, note: RecordNote) -> None:
-        # The output makes reading never wait; with this writing does not wait for long.
+        # ChildOutput makes the socket non-blocking for reading; this bounds the wait of writing.
         connection.settimeout(TAKING_SECONDS)
         self.note, self.output = note, ChildOutput(connection.fileno(), MAX_ANSWER_BYTES)
         self._connection, self._file, self._deadline = connection, Path(), 0.0
 
     def give(self, task: PartTask) -> None:
-        """Have it work on a task. Raises WorkerError, ConnectionError."""
+        """Send it a task. Raises WorkerError, ConnectionError."""
         self._file = task.part.path
         self._deadline = time.monotonic() + PART_SECONDS + task.part.num_bytes / SLOWEST_BYTES_PER_SECOND
         try:
@@ -81,7 +81,9 @@ class _Worker:
         return max(0.0, self._deadline - time.monotonic())
 
     def result(self) -> PartResult | None:
-        """Of the task, None if it is not there yet. Raises what the worker met, WorkerError, EOFError if it has gone."""
+        """Result of the task, or None if it is not there yet. Raises the worker's error, WorkerError, or EOFError if the worker
+        has ended.
+        """
         try:
             self.output.read()
             line = self.output.take_line()
@@ -104,9 +106,10 @@ class _Worker:
 def in_workers(
     tasks: Iterator[PartTask], num_workers: int, model_directory: Path, allow_remote_code: bool
 ) -> Generator[tuple[PartTask, PartResult]]:
-    """Tasks are taken as workers become free and at most AHEAD * num_workers before the oldest that is not done.
+    """Work on the tasks in `num_workers` processes; yields the results in order.
 
-    Raises what a worker met (OSError if it could not write), WorkerError if one died.
+    Tasks are taken as workers become free, at most AHEAD * num_workers ahead of the oldest unfinished one. Raises a worker's
+    error (OSError if it could not write), WorkerError if one died.
     """
     with tempfile.TemporaryFile() as output:
         workers, loader = _start(num_workers, model_directory, allow_remote_code, output.fileno())
@@ -122,16 +125,16 @@ def in_workers(
 def _in_order(
     tasks: Iterator[PartTask], workers: Sequence[_Worker], died: Callable[[], None]
 ) -> Generator[tuple[PartTask, PartResult]]:
-    """`died`: called when a worker has gone; raises unless it was ended because of a template."""
+    """died: called when a worker has ended; raises unless a template's time limit ended it."""
     busy, given, done = dict[_Worker, int](), dict[int, PartTask](), dict[int, PartResult]()
     try:
         yield from _distribute(tasks, workers, busy, given, done)
     except (EOFError, ConnectionError):
         died()
-        # Those that were innocent died with it; it was at its record for the longest time.
-        endless_one = min(busy, key=lambda one: (one.note.read()[0] == 0, one.note.read()[1]))
-        number = busy[endless_one]
-        done[number] = _endless(given[number], endless_one.note.read()[0])
+        # The worker that has been on its record longest is the culprit; the others died with it.
+        culprit = min(busy, key=lambda one: (one.note.read()[0] == 0, one.note.read()[1]))
+        number = busy[culprit]
+        done[number] = _endless(given[number], culprit.note.read()[0])
         given[number] = replace(given[number], result=None)
         yield from _without_template(given, done, tasks)
 
@@ -143,7 +146,10 @@ def _distribute(
     given: dict[int, PartTask],
     done: dict[int, PartResult],
 ) -> Generator[tuple[PartTask, PartResult]]:
-    """Keeps what each worker works on, and by number what was given and not yielded, and what of that is done."""
+    """Distribute tasks and yield their results.
+
+    busy: worker -> number of its task. given: tasks that were sent and not yielded. done: results that were not yielded.
+    """
     idle = list(workers)
     num_given = num_yielded = 0
     while True:
@@ -170,7 +176,7 @@ def _distribute(
 
 
 def _start(num_workers: int, model_directory: Path, allow_remote_code: bool, output: int) -> tuple[list[_Worker], Child]:
-    """The workers, and the process that forks them, whose words go to the descriptor `output`."""
+    """Start the workers; returns them and the process that forks them, whose output goes to the descriptor `output`."""
     notes = [new_note() for _ in range(num_workers)]
     pairs = [socketpair() for _ in notes]
     theirs = [(pair[1].fileno(), note.descriptor) for pair, note in zip(pairs, notes, strict=True)]
@@ -180,7 +186,7 @@ def _start(num_workers: int, model_directory: Path, allow_remote_code: bool, out
         "allow_remote_code": allow_remote_code,
         "descriptors": theirs,
     }
-    # One thread each: there are as many processes as CPUs, and no thread may exist when the first of them forks.
+    # One thread each: there are as many processes as CPUs, and no thread may exist when the first process forks.
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "finetune_trainer.data.worker", json.dumps(settings)]
     pass_fds = [descriptor for both in theirs for descriptor in both]
@@ -200,7 +206,7 @@ def _endless(task: PartTask, line: int) -> PartResult:
 def _without_template(
     given: Mapping[int, PartTask], done: Mapping[int, PartResult], tasks: Iterator[PartTask]
 ) -> Generator[tuple[PartTask, PartResult]]:
-    """What is left when the processes have gone: the rest is only checked, in this one."""
+    """The remaining results when the processes have ended: the other tasks are only checked, in this process."""
     for number, task in given.items():
         if number in done:
             yield task, done[number]
@@ -210,9 +216,9 @@ def _without_template(
 
 
 def _raise_for_exit(status: int | None, output: int) -> None:
-    """Raises WorkerError for the end of a process, unless it was a chat template's. `output`: file of what it said.
+    """Raise WorkerError for the end of a process, unless a chat template's time limit ended it.
 
-    status: None if it has closed its connection and not ended.
+    status: None if the process has closed its connection and not ended. output: file of its output.
     """
     if status is None:
         raise WorkerError("a process that prepares data closed its connection and did not end")
@@ -224,5 +230,5 @@ def _raise_for_exit(status: int | None, output: int) -> None:
             "raise the memory of the profile's resources.preflight",
         )
     os.lseek(output, 0, os.SEEK_SET)
-    said = os.read(output, 1 << 20).decode(errors="replace").strip()[-LAST_OUTPUT:]
-    raise WorkerError(f"a process that prepares data ended with status {status}: {said}")
+    last_output = os.read(output, 1 << 20).decode(errors="replace").strip()[-LAST_OUTPUT:]
+    raise WorkerError(f"a process that prepares data ended with status {status}: {last_output}")

@@ -1,4 +1,4 @@
-"""`s3://` sources, asked for with boto3: an object, or all objects below a prefix, each read in the version that was listed."""
+"""`s3://` sources, read with boto3: an object, or all objects below a prefix, each in the listed version."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from finetune_trainer.network.object_store import FAILURES, refusal, status_of
 from finetune_trainer.network.retry import TransientError
 
 RANGE_BYTES = 16 * 1024**2
-"""Of one request: many at once are what an object store is fast with."""
+"""Bytes of one request. An object store is fast with many requests at once."""
 RANGES_AT_ONCE = 4
-"""Requests in flight for one file; with eight files at a time they hold half a gibibyte at most."""
+"""Requests in flight for one file; with eight files at a time they hold at most half a gibibyte."""
 
 
 class BucketPrefix:
     """One object, or the objects below a prefix."""
 
     def __init__(self, store: Any, place: BucketPath, field: str, refused: type[TrainerError], *, signed: bool) -> None:
-        """`store`: boto3's client. `field`: where the manifest names the source. `refused`: what is raised where the source is
-        not there or not for us. `signed`: whether there are credentials.
+        """store: boto3's client. field: where the manifest names the source. refused: error to raise if the source does not exist
+        or access is denied. signed: whether there are credentials.
         """
         self._store, self._place, self._refused, self._signed = store, place, refused, signed
         self._shown = f"{field}: s3://{place.bucket}/{place.prefix}"
 
     def files(self) -> list[RemoteFile]:
-        """The object of that name, else everything below it. Raises TransientError, TrainerError."""
+        """The object of that name, or else everything below it. Raises TransientError, TrainerError."""
         try:
             single = self._single()
             if single is not None:
                 return [single]
             prefix = f"{self._place.prefix}/" if self._place.prefix else ""
             pages = self._store.get_paginator("list_objects_v2").paginate(Bucket=self._place.bucket, Prefix=prefix)
-            found = [
+            files = [
                 self._remote_file(entry["Key"], entry["Size"], entry.get("ETag"), entry["Key"].removeprefix(prefix))
                 for page in pages
                 for entry in page.get("Contents", ())
@@ -49,11 +49,11 @@ class BucketPrefix:
             ]
         except FAILURES as error:
             raise self._failure(error) from None
-        if not found:
+        if not files:
             raise self._refused(
                 f"{self._shown}: there is no such object and nothing below it", "correct the bucket or the prefix"
             )
-        return found
+        return files
 
     def _single(self) -> RemoteFile | None:
         key = self._place.prefix
@@ -63,7 +63,7 @@ class BucketPrefix:
             answer = self._store.head_object(Bucket=self._place.bucket, Key=key)
         except ClientError as error:
             if status_of(error) in DENIED | ABSENT:
-                # Who may list but not read, and who names a prefix, both learn what is wrong from the listing.
+                # The listing reports both errors: a denied read, and a name that is only a prefix.
                 return None
             raise
         return self._remote_file(key, answer["ContentLength"], answer.get("ETag"), key.rpartition("/")[2])
@@ -101,7 +101,7 @@ class BucketPrefix:
         return content
 
     def _failure(self, error: Exception) -> Exception:
-        """Return what to raise in its place. Raises TransientError if trying again may help."""
+        """Return the error to raise instead. Raises TransientError if trying again may help."""
         refused = refusal(error)
         said = f" ({refused})"
         if refused.status in DENIED or refused.lacks_credentials:

@@ -1,6 +1,6 @@
-"""`hf://` sources, asked for with huggingface_hub: one commit of a repository, whose listing names the content of every file.
+"""`hf://` sources, read with huggingface_hub: one commit of a repository, whose listing has the digest of every file.
 
-Importing this module imports huggingface_hub, which reads its settings from the environment then (network/environment.py).
+Importing this module imports huggingface_hub, which then reads its settings from the environment (network/environment.py).
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ class HubRepository:
         field: str,
         refusal: type[TrainerError],
     ) -> None:
-        """`field`: where the manifest names the source. `refusal`: what is raised where the source is not there or not for us."""
+        """field: where the manifest names the source. refusal: error to raise if the source does not exist or access is
+        denied.
+        """
         self._place, self._revision, self._token, self._refusal = place, revision, token, refusal
         self._kind = "dataset" if place.is_dataset else "model"
         self._shown = f"{field}: {self._kind} {place.repository} at {revision}"
-        # False: no token at all, rather than one that a login has left in the home directory.
+        # False: no token at all, rather than one from a login in the home directory.
         self._api = HfApi(endpoint=endpoint, token=token or False)
         get_session().timeout = httpx2.Timeout(SILENCE_SECONDS)
 
@@ -52,10 +54,10 @@ class HubRepository:
 
     def _entries(self) -> list[RepoFile]:
         repository, path = self._place.repository, self._place.path
-        found = self._api.repo_info(repository, revision=self._revision, repo_type=self._kind).sha
-        if found != self._revision:
+        commit = self._api.repo_info(repository, revision=self._revision, repo_type=self._kind).sha
+        if commit != self._revision:
             raise SourceUnavailableError(
-                f"{self._shown}: the Hub answers with commit {found}",
+                f"{self._shown}: the Hub answers with commit {commit}",
                 "check the endpoint of the profile's spec.fetch.hubEndpoint",
             )
         if path:
@@ -91,7 +93,7 @@ class HubRepository:
             with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
                 if response.status_code >= httpx2.codes.BAD_REQUEST:
                     raise self._failure(response)
-                # A server may send the whole file although a part was asked for.
+                # A server may send the whole file although only a part was requested.
                 skip = offset if response.status_code == httpx2.codes.OK else 0
                 for chunk in response.iter_bytes():
                     if skip < len(chunk):

@@ -1,4 +1,4 @@
-"""A source outside the cluster: what it lists, which of its files are taken, and how it fails."""
+"""A source outside the cluster: its listing, the files that are taken from it, and its failures."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from finetune_trainer.files import CODE_SUFFIX, LICENCE_NAMES, OTHER_LAYOUT, TEM
 from finetune_trainer.network.retry import TransientError
 
 MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".txt", ".model", ".tiktoken", ".jinja", ".md"})
-"""Weights, settings, tokenizers, chat templates, the model card. Weights in formats that can carry code are never taken."""
+"""Suffixes of weights, settings, tokenizers, chat templates and the model card. Formats that can contain code are never taken."""
 _MAX_NAME_BYTES = 255
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 
 
 class DigestKind(StrEnum):
-    """How a source names the content of a file."""
+    """How a source identifies the content of a file."""
 
     SHA256 = "sha256"
     GIT_BLOB = "git-blob"
-    """SHA-1 of `blob <size>\\0` and the bytes: the name of a file in git that is not in its large file storage."""
+    r"""SHA-1 of `blob <size>\\0` and the bytes: the name in git of a file outside large file storage."""
 
 
 @dataclass(frozen=True)
 class Digest:
-    """Content as the source names it."""
+    """A file's content as the source identifies it."""
 
     kind: DigestKind
     hexadecimal: str
@@ -42,22 +42,22 @@ class RemoteFile:
     """One file of a source, as it was listed."""
 
     path: str
-    """Below the target: relative, with forward slashes."""
+    """Path below the target: relative, with forward slashes."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     version: str
-    """Changes whenever the content does: the git object or the ETag."""
+    """Version, which changes with the content: the git object or the ETag."""
     address: str
     """Path in the repository, or key in the bucket."""
     digest: Digest | None = None
-    """None where the source tells none."""
+    """None if the source has no digest."""
 
 
 class RemoteSource(Protocol):
-    """A source. What may pass is raised as TransientError, by both methods; anything else is a TrainerError and final."""
+    """A source. Both methods raise TransientError for failures that may pass; other errors are TrainerErrors and final."""
 
     def files(self) -> list[RemoteFile]:
-        """What the source holds, in any order."""
+        """The files of the source, in any order."""
         ...
 
     def read(self, file: RemoteFile, offset: int) -> Iterator[bytes | memoryview]:
@@ -66,7 +66,7 @@ class RemoteSource(Protocol):
 
 
 def path_problem(path: str) -> str | None:
-    """Why a path of a listing is not a path below the target; None for one that is."""
+    """Why a path of a listing is not a path below the target; None if it is one."""
     if not path or path.startswith("/"):
         return "is not relative"
     if _CONTROL.search(path):
@@ -80,7 +80,7 @@ def path_problem(path: str) -> str | None:
 
 
 def listing_problem(files: Sequence[RemoteFile]) -> str | None:
-    """Why these files cannot share one directory; None where they can."""
+    """Why these files cannot share one directory; None if they can."""
     paths: set[str] = set()
     for file in files:
         problem = path_problem(file.path)
@@ -97,7 +97,7 @@ def listing_problem(files: Sequence[RemoteFile]) -> str | None:
 
 
 def model_files(files: Sequence[RemoteFile], *, allow_remote_code: bool) -> list[RemoteFile]:
-    """What a model needs. Directories are left out but for chat templates and, where allowed, code."""
+    """Files that a model needs. Directories are left out except for chat templates and, if allowed, code."""
     taken = [file for file in files if _belongs_to_model(PurePosixPath(file.path), allow_remote_code)]
     if any(_is_weight(file) and not _has_other_layout(file) for file in taken):
         taken = [file for file in taken if not (_is_weight(file) and _has_other_layout(file))]
@@ -137,7 +137,7 @@ def _has_other_layout(file: RemoteFile) -> bool:
 
 
 class SourceUnavailableError(TrainerError):
-    """The source did not answer, or not with what was asked for."""
+    """The source did not answer, or answered with something unexpected."""
 
     failure = FailureClass.SOURCE_UNAVAILABLE
 
@@ -149,11 +149,11 @@ class NoRoomError(TrainerError):
 
 
 class WrongBytesError(TransientError):
-    """A whole file came, and it is not the one that the source lists."""
+    """A complete file arrived, but it differs from the source's listing."""
 
 
 def source_unavailable(message: str) -> SourceUnavailableError:
-    """What ends a fetch whose requests fail again and again."""
+    """The error that ends a fetch whose requests fail again and again."""
     return SourceUnavailableError(
         message,
         "what is complete is kept, and another attempt continues from there; check the way out of the cluster and the "

@@ -1,9 +1,7 @@
-"""The directory in which a source is collected, and the manifest that proves the copy afterwards.
+"""The directory in which a source is collected, and the manifest that proves the copy later.
 
-<target>.tmp-fetch/files/<path>      complete files
-                   partial/<key>     beginnings of files; the key holds path and version
-                   complete.jsonl    a line for each complete file
-<target>.fetched.json                what was fetched, written last, next to the target
+<target>.tmp-fetch/files/<path> complete files partial/<key> beginnings of files; the key holds path and version complete.jsonl a
+line for each complete file <target>.fetched.json what was fetched, written last, next to the target
 
 It survives a killed attempt, so that the next one continues there.
 """
@@ -25,11 +23,11 @@ from finetune_trainer.files import TEMPORARY_MARK, file_sha256, read_own, sync_d
 
 
 class FetchedFile(BaseModel):
-    """One file that is whole."""
+    """One complete file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     path: str
-    """Below the target."""
+    """Path below the target."""
     size: int
     sha256: str
     version: str
@@ -50,7 +48,7 @@ class FetchManifest(BaseModel):
 
 
 def manifest_path(target: Path) -> Path:
-    """Next to the target, not in it: the target holds what the source held, nothing else."""
+    """Path of a target's manifest. It is beside the target, which holds only the source's files."""
     return target.with_name(f"{target.name}.fetched.json")
 
 
@@ -60,7 +58,7 @@ def write_manifest(target: Path, manifest: FetchManifest) -> None:
 
 
 def read_manifest(target: Path) -> FetchManifest | None:
-    """The manifest of a target; None where there is none or it is damaged."""
+    """The manifest of a target; None if it is missing or damaged."""
     try:
         return FetchManifest.model_validate_json(read_own(manifest_path(target)))
     except (OSError, ValidationError):
@@ -68,22 +66,22 @@ def read_manifest(target: Path) -> FetchManifest | None:
 
 
 def verified_fetch(target: Path, item: FetchItem) -> FetchManifest | None:
-    """The manifest of a target that holds, byte for byte, what was fetched for this item and nothing else; otherwise None."""
+    """The manifest if the target holds exactly, byte for byte, what was fetched for this item; otherwise None."""
     manifest = read_manifest(target)
     if manifest is None or (manifest.source, manifest.revision) != (item.source, item.revision):
         return None
-    found = {str(path.relative_to(target)): path for path in target.rglob("*") if path.is_symlink() or not path.is_dir()}
-    if set(found) != {file.path for file in manifest.files}:
+    paths = {str(path.relative_to(target)): path for path in target.rglob("*") if path.is_symlink() or not path.is_dir()}
+    if set(paths) != {file.path for file in manifest.files}:
         return None
     for file in manifest.files:
-        path = found[file.path]
+        path = paths[file.path]
         if path.is_symlink() or path.stat().st_size != file.size or file_sha256(path) != file.sha256:
             return None
     return manifest
 
 
 class FetchStaging:
-    """Where the files of one source are until all are whole."""
+    """Directory of one source's files until all are complete."""
 
     def __init__(self, target: Path) -> None:
         self.root = target.with_name(f"{target.name}{TEMPORARY_MARK}fetch")
@@ -92,7 +90,7 @@ class FetchStaging:
         self._known: dict[str, FetchedFile] = {}
 
     def open(self, listed: Sequence[RemoteFile]) -> None:
-        """Make the directories, read what an earlier attempt completed, and drop what does not belong to the listed files."""
+        """Create the directories, read what an earlier attempt completed, and remove what does not belong to the listed files."""
         if self.root.is_symlink():
             self.root.unlink()
         for directory in (self.files, self._partial):
@@ -106,13 +104,13 @@ class FetchStaging:
             for line in read_own(self._journal).splitlines():
                 try:
                     file = FetchedFile.model_validate_json(line)
-                except ValidationError:  # the last line of an attempt that was killed
+                except ValidationError:  # the last line of a killed attempt
                     continue
                 known[file.path] = file
         return known
 
     def _drop_all_but(self, wanted: set[Path]) -> None:
-        """Links go, too: a write could leave the directory through them."""
+        """Remove everything else, also links, through which a write could leave the directory."""
         for parent, directories, names in os.walk(self.root, topdown=False):
             for name in (*directories, *names):
                 path = Path(parent, name)
@@ -126,31 +124,31 @@ class FetchStaging:
         return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())
 
     def complete(self, file: RemoteFile) -> FetchedFile | None:
-        """The file as an earlier attempt completed it, if it is still what it was then."""
+        """The file as an earlier attempt completed it, if it is unchanged; otherwise None."""
         known, path = self._known.get(file.path), self.files / file.path
         if known is None or (known.version, known.size) != (file.version, file.size) or not path.is_file():
             return None
         return known if path.stat().st_size == known.size and file_sha256(path) == known.sha256 else None
 
     def partial(self, file: RemoteFile) -> Path:
-        """Where the beginning of this version of the file is."""
+        """Path of the beginning of this version of the file."""
         return self._partial / hashlib.sha256(f"{file.path}\0{file.version}".encode()).hexdigest()
 
     def keep(self, file: RemoteFile, sha256: str) -> FetchedFile:
-        """Move a partial file that is whole and durable to its place among the complete ones."""
+        """Move a partial file that is complete and durable to the complete ones."""
         final = self.files / file.path
         final.parent.mkdir(parents=True, exist_ok=True)
         self.partial(file).replace(final)
         fetched = FetchedFile(path=file.path, size=file.size, sha256=sha256, version=file.version)
         with self._lock, self._journal.open("ab") as journal:
-            # A line that a kill cut off must not swallow this one.
+            # This line must not continue a line that a kill cut off.
             journal.write(b"\n" + fetched.model_dump_json().encode() + b"\n")
             journal.flush()
             os.fsync(journal.fileno())
         return fetched
 
     def publish(self, target: Path) -> None:
-        """Give the complete files the target's name, which must not exist."""
+        """Rename the complete files to the target, which must not exist."""
         for parent, _, _ in os.walk(self.files, topdown=False):
             sync_directory(Path(parent))
         self.files.rename(target)

@@ -1,4 +1,4 @@
-"""One file from a source to the staging directory: continued, retried, proven."""
+"""Transfer of one file from a source to the staging directory, with resuming, retries and verification."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from finetune_trainer.fetch.staging import FetchedFile, FetchStaging
 from finetune_trainer.network.retry import Retries, RetryPolicy, StoppedError, TransientError
 
 SYNC_BYTES = 64 * 1024**2
-"""Bytes between two fsyncs; what a power cut can cost of a file that was being written."""
+"""Bytes between two fsyncs, which a power cut can cost of a file that was being written."""
 PROGRESS_BYTES = 1024**2
-"""A request that brings fewer bytes than this before it fails counts as one that brought nothing."""
+"""A request that brings fewer bytes than this before it fails does not count as progress."""
 WRONG_BYTES_LIMIT = 3
-"""Times that a file may come whole and wrong."""
+"""Number of times that a file may arrive complete and wrong."""
 _READ_BYTES = 1024**2
 
 
 def resume_point(length: int, sync_bytes: int) -> int:
-    """How much of a beginning of that length is certainly on the disk.
+    """Number of bytes of a beginning of this length that are certainly on the disk.
 
     Bytes beyond a multiple of `sync_bytes` are written only once everything before it is durable, so the latest multiple before
-    the end is. (At the end itself the fsync may not have happened.)
+    the end is durable. (At the end itself the fsync may not have happened.)
     """
     return max(length - 1, 0) // sync_bytes * sync_bytes
 
 
 class _PartialFile:
-    """A partial file that grows, and the digests of its bytes."""
+    """A growing partial file, and the digests of its bytes."""
 
     def __init__(self, path: Path, file: RemoteFile, sync_bytes: int) -> None:
         self._remote, self._sync_bytes = file, sync_bytes
@@ -77,7 +77,7 @@ class _PartialFile:
         self._file.truncate()
 
     def write(self, chunk: bytes | memoryview) -> None:
-        """Append. Raises TransientError if the file would grow beyond what was listed; it then starts again."""
+        """Append bytes. Raises TransientError if the file would exceed the listed size; it then starts again."""
         if self.offset + len(chunk) > self._remote.size:
             self.restart()
             raise TransientError(f"more than the listed {self._remote.size} bytes came")
@@ -94,38 +94,40 @@ class _PartialFile:
         os.fsync(self._file.fileno())
 
     def restart(self) -> None:
-        """Forget all bytes."""
+        """Drop all bytes."""
         self._restart_digests()
         self._file.seek(0)
         self._file.truncate()
 
     def seal(self) -> str:
-        """Make the bytes durable; their SHA-256. Forgets them and raises WrongBytesError where the source lists others."""
+        """Make the bytes durable; returns their SHA-256. Drops them and raises WrongBytesError if the source lists others."""
         self._sync()
         announced, sha256 = self._remote.digest, self._sha256.hexdigest()
-        found = self._git.hexdigest() if self._needs_git else sha256
-        if announced is not None and announced.hexadecimal != found:
+        digest = self._git.hexdigest() if self._needs_git else sha256
+        if announced is not None and announced.hexadecimal != digest:
             self.restart()
-            raise WrongBytesError(f"{announced.kind} of the bytes that came is {found}, the source lists {announced.hexadecimal}")
+            raise WrongBytesError(
+                f"{announced.kind} of the bytes that came is {digest}, the source lists {announced.hexadecimal}"
+            )
         return sha256
 
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """How files are taken."""
+    """Options of a transfer."""
 
     patience: RetryPolicy
     stop: threading.Event
     """Set once another file has failed."""
     received: Callable[[int], None]
-    """Told the number of bytes of each piece that came."""
+    """Called with the number of bytes of each piece that arrived."""
     sync_bytes: int = SYNC_BYTES
 
 
 def fetch_file(remote: RemoteSource, file: RemoteFile, staging: FetchStaging, conduct: TransferOptions) -> FetchedFile:
-    """Bring one file.
+    """Fetch one file.
 
-    Raises SourceUnavailableError, StoppedError, OSError, and whatever the source raises as final.
+    Raises SourceUnavailableError, StoppedError, OSError, and final errors of the source.
     """
     complete = staging.complete(file)
     if complete is not None:

@@ -1,3 +1,1 @@
-"""What a base model is: its files, structure and weights, how its modules are used, and the report that preflight leaves of
-it.
-"""
+"""Inspection of a base model: its files, structure and weights, the use of its modules, and preflight's report about it."""

@@ -1,7 +1,7 @@
-"""Whether what a run left behind belongs together: plan, records, data, base model, checkpoints, results. Without torch.
+"""Whether the parts that a run left belong together: plan, records, data, base model, checkpoints, results. Without torch.
 
-By digests alone: they show what was changed or exchanged afterwards, and not what somebody has changed with all digests that
-depend on it. That shows when steps are computed again, as `finetune audit` does with what is found here.
+Only digests are compared: they show what was changed or exchanged later, but not a change together with all digests that depend
+on it. That shows when steps are computed again, as `finetune audit` does with the parts found here.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ class KeptCheckpoint:
 
 @dataclass(frozen=True)
 class RunParts:
-    """What can be computed again and compared, and what speaks against it."""
+    """The parts that can be computed again and compared, and the findings."""
 
     findings: tuple[Finding, ...]
     checkpoints: tuple[KeptCheckpoint, ...]
-    """In the order of their steps."""
+    """Checkpoints in the order of their steps."""
     exported_step: int | None
-    """Of the trained result on the workspace; None: there is none."""
+    """Step of the trained result on the workspace; None: there is none."""
     devices: tuple[str, ...]
-    """That attempts computed on, as far as they say."""
+    """Devices of attempts, as far as recorded."""
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """The parts as JSON."""
         return {**asdict(self), "findings": [finding.model_dump(mode="json") for finding in self.findings]}
 
 
 def inspect_run(context: RunContext) -> RunParts:
-    """Look at all parts of a run. Reads every byte of its base model, data, checkpoints and results. Raises OSError."""
+    """Inspect all parts of a run. Reads every byte of its base model, data, checkpoints and results. Raises OSError."""
     report, findings = _report(context)
     data_hash, of_data = _data(context, report)
     checkpoints, of_checkpoints = _checkpoints(context, data_hash)
@@ -73,7 +73,7 @@ def _text(path: Path) -> str:
 
 
 def not_proven(field: str, value: str, message: str, fix: str) -> Finding:
-    """Something that nobody can look at: it speaks neither for nor against the run."""
+    """A finding about something that cannot be checked, which speaks neither for nor against the run."""
     return audit_finding("audit-not-proven", field=field, value=value, message=message, fix=fix)
 
 
@@ -93,7 +93,7 @@ def _plan_differs(path: Path, value: str, message: str) -> Finding:
 
 
 def _data(context: RunContext, report: ModelReport | None) -> tuple[str | None, list[Finding]]:
-    """The hash of the prepared data, None if it is not what was prepared."""
+    """The hash of the prepared data, or None if it is not what was prepared."""
     prepared = context.workspace.prepared
     try:
         manifest = shards.read_manifest(prepared)
@@ -112,13 +112,13 @@ def _data_differs(field: str, value: str, message: str) -> Finding:
 
 
 def _records(context: RunContext, manifest: dict[str, Any]) -> Iterator[Finding]:
-    """The source files against the digests that preparation recorded."""
+    """Compare the source files with the digests that preparation recorded."""
     plan = context.plan.data
     planned = [*plan.train, *([plan.validation] if plan.validation is not None else [])]
     for source, known in zip(planned, manifest.get("inputs", {}).get("sources", []), strict=False):
         place = context.path(source.location)
         for name, sha256 in known["files"]:
-            # Of a single file preparation keeps the ending alone.
+            # Of a single file, preparation keeps only the suffix.
             path = place / name if place.is_dir() else place
             if not path.is_file():
                 yield not_proven(source.field, source.source, f"{path} is gone, so its records are not compared", "Restore it")
@@ -147,7 +147,7 @@ def _base(context: RunContext, report: ModelReport | None) -> Iterator[Finding]:
 
 
 def _source(context: RunContext) -> Iterator[Finding]:
-    """Of a job that adds tokens, whose base is one that preflight has made: whether it was made of the one that the job names."""
+    """Check whether preflight's base with added tokens was made of the base that the job names."""
     field, value = "spec.model.source", context.plan.model.name
     added = read_added_tokens(context.workspace.added_tokens) if context.plan.model.added_tokens else None
     if added is None or not context.base_model.is_dir():
@@ -160,10 +160,10 @@ def _source(context: RunContext) -> Iterator[Finding]:
 
 
 def _checkpoints(context: RunContext, data_hash: str | None) -> tuple[list[KeptCheckpoint], list[Finding]]:
-    found: list[KeptCheckpoint] = []
+    kept: list[KeptCheckpoint] = []
     findings = []
     if data_hash is None:
-        # Which data they should name is not known.
+        # The data hash that they should name is unknown.
         return [], []
     for directory in reversed(checkpoint_directories(context.workspace.checkpoints)):
         try:
@@ -171,8 +171,8 @@ def _checkpoints(context: RunContext, data_hash: str | None) -> tuple[list[KeptC
         except (CheckpointError, OSError) as error:
             findings.append(audit_finding("audit-checkpoint-foreign", field=directory.name, message=str(error)))
         else:
-            found.append(KeptCheckpoint(manifest.step, manifest.world_size, manifest.best_step))
-    return found, findings
+            kept.append(KeptCheckpoint(manifest.step, manifest.world_size, manifest.best_step))
+    return kept, findings
 
 
 def _own_manifest(directory: Path, context: RunContext, data_hash: str) -> Manifest:
@@ -215,7 +215,7 @@ def _result(context: RunContext) -> tuple[int | None, list[Finding]]:
 
 
 def result_differs(path: Path, message: str) -> Finding:
-    """The result of the run is another one."""
+    """The finding that the run's result is another one."""
     return audit_finding("audit-result-differs", field=path.name, message=f"{path} {message}")
 
 
@@ -226,7 +226,7 @@ def _provenance(context: RunContext, data_hash: str | None) -> Iterator[Finding]
     try:
         predicate = json.loads(read_own(path))["predicate"]
         inner = predicate["buildDefinition"]["internalParameters"]
-        (prepared,) = [each["digest"]["sha256"] for each in predicate["runDetails"]["byproducts"]]
+        (prepared,) = [byproduct["digest"]["sha256"] for byproduct in predicate["runDetails"]["byproducts"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         yield _plan_differs(path, "", f"is not the provenance of a result ({error})")
         return
@@ -238,7 +238,7 @@ def _provenance(context: RunContext, data_hash: str | None) -> Iterator[Finding]
 
 
 def _versions(path: Path, recorded: Mapping[str, str]) -> Iterator[Finding]:
-    """Libraries that are another release here: they may round otherwise."""
+    """Report libraries of other versions, which may round differently."""
     for package, known in recorded.items():
         try:
             here = version(package)

@@ -1,4 +1,4 @@
-"""By what name an adapter calls its base, so that `AutoPeftModel.from_pretrained` finds it. Without torch."""
+"""The name of its base in an adapter, with which `AutoPeftModel.from_pretrained` finds the base. Without torch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 
 _FIELD = "spec.model.hubName"
 _NAME = "_name_or_path"
-"""Key under which transformers writes from where it had loaded the model that it saves."""
+"""Key under which transformers records from where it loaded the model that it saves."""
 GUESSED = "adapter-base-guessed"
 _OF_A_RUN = re.compile(r"(outputs?|results|runs|saves|checkpoints|models|data|tmp)/.*|.*/checkpoint[-_]?\d+", re.IGNORECASE)
-"""Relative paths that programs for training write to. On the Hub, anyone may take such a name."""
+"""Relative paths to which training programs write. On the Hub, anyone may take such a name."""
 
 
 def base_name(planned: str, directory: Path) -> str:
-    """What adapter_config.json says. planned: `model.name` of the plan. directory: of the base model."""
+    """The base's name for adapter_config.json. planned: `model.name` of the plan. directory: of the base model."""
     return planned if _is_hub_name(planned) else _name_in_config(directory) or planned
 
 
 def adapter_base_problem(planned: str, directory: Path) -> Finding | None:
-    """A warning if the manifest does not say what the Hub calls the base: its config.json may name what it was made from."""
+    """A warning if the manifest does not give the base's name on the Hub: its config.json may name what it was made from."""
     if _is_hub_name(planned):
         return None
     name = _name_in_config(directory)
@@ -54,7 +54,7 @@ def adapter_base_problem(planned: str, directory: Path) -> Finding | None:
 
 
 def _is_hub_name(name: str) -> bool:
-    # Not re.match, for which a line break may follow.
+    # Not re.match, which allows a line break at the end.
     return re.fullmatch(HUB_NAME_PATTERN, name) is not None
 
 

@@ -1,4 +1,4 @@
-"""The model directory as files: is it there, is it whole, is it safe to open. Weights are read for their digests alone.
+"""The model directory as files: whether it exists, is complete and is safe to open. Weights are read only for their digests.
 
 Called by roles/preflight.py before any library touches the directory. Every broken file gets a finding of its own.
 """
@@ -32,14 +32,14 @@ from finetune_trainer.weights.headers import (
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 """Files that run code of their author's choice when they are loaded."""
 _PARSED_ELSEWHERE = frozenset({CONFIG_FILE, INDEX_FILE, "tokenizer.json", "vocab.json"})
-"""The large ones by the tokenizer's library, which takes no NaN either."""
+"""The large ones are read by the tokenizer's library, which refuses NaN, too."""
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""What configurations call the number of their layers, each of which has weights of its own."""
+"""Names of the number of layers in configurations; each layer has weights of its own."""
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What the directory holds. `digest` is empty where a finding is an error."""
+    """Content of the directory. `digest` is empty if a finding is an error."""
 
     findings: tuple[Finding, ...]
     digest: str
@@ -47,7 +47,7 @@ class ModelFiles:
 
 
 def inspect_model_files(directory: Path, address: str, claim: Path | None = None) -> ModelFiles:
-    """Check the model in `directory`, which the user knows as `address` (`pvc://claim/path`). `claim`: where it is mounted."""
+    """Check the model in `directory`, which the user knows as `address` (`pvc://claim/path`). claim: where it is mounted."""
     if not directory.is_dir():
         others = sorted(path.name for path in directory.parent.iterdir() if path.is_dir()) if directory.parent.is_dir() else []
         shown = f"; next to it are {', '.join(others[:8])}" if others else ""
@@ -80,7 +80,7 @@ def inspect_model_files(directory: Path, address: str, claim: Path | None = None
         return ModelFiles(tuple(findings), "", 0)
     config = _json(directory / CONFIG_FILE, address, findings)
     text = config.get("text_config") if config is not None else None
-    # Null stands for none, as transformers takes it and writes it again.
+    # Null means none, as transformers reads it and writes it again.
     if any(isinstance(part, dict) and part.get("quantization_config") for part in (config, text)):
         findings.append(
             make_finding(
@@ -135,7 +135,7 @@ def inspect_model_files(directory: Path, address: str, claim: Path | None = None
 
 
 def _broken_json(directory: Path) -> list[Finding]:
-    """Settings that are copied into what is published and that not every reader takes, such as NaN."""
+    """Findings about settings that are copied into the published results but are not readable everywhere, such as NaN."""
     findings = []
     for name in sorted(set(MAX_BYTES) & {path.name for path in directory.glob("*.json")} - _PARSED_ELSEWHERE):
         try:
@@ -148,7 +148,7 @@ def _broken_json(directory: Path) -> list[Finding]:
 
 
 def file_digests(directory: Path) -> dict[str, str]:
-    """SHA-256 of configuration and weight files. Of a fetched model they are known; one on a claim is read once for it."""
+    """SHA-256 of configuration and weight files. They are known for a fetched model; one on a claim is read once for them."""
     manifest = read_manifest(directory)
     known = {file.path: file.sha256 for file in manifest.files} if manifest is not None else {}
     names = (CONFIG_FILE, *read_checkpoint(directory).file_bytes)
@@ -156,7 +156,7 @@ def file_digests(directory: Path) -> dict[str, str]:
 
 
 def _weight_files(directory: Path, address: str, findings: list[Finding]) -> tuple[list[str], dict[str, str] | None]:
-    """Names of the safetensors files, and the index's tensor -> file where there is one."""
+    """Names of the safetensors files, and the index's tensor -> file if there is one."""
     single, index_path = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.exists() and index_path.exists():
         findings.append(
@@ -226,9 +226,9 @@ def _weight_files(directory: Path, address: str, findings: list[Finding]) -> tup
 
 
 def _index_problems(index: Mapping[str, str], headers: Mapping[str, list[TensorHeader]]) -> list[Finding]:
-    held = {tensor.name: name for name, tensors in headers.items() for tensor in tensors}
-    absent = sorted(name for name, file in index.items() if held.get(name) != file)
-    extra = sorted(set(held) - set(index))
+    file_of = {tensor.name: name for name, tensors in headers.items() for tensor in tensors}
+    absent = sorted(name for name, file in index.items() if file_of.get(name) != file)
+    extra = sorted(set(file_of) - set(index))
     findings = []
     if absent:
         findings.append(
@@ -246,7 +246,7 @@ def _index_problems(index: Mapping[str, str], headers: Mapping[str, list[TensorH
                 "model-index-broken",
                 field=FIELD,
                 value=extra[0],
-                message=f"{held[extra[0]]} holds {extra[0]}, which {INDEX_FILE} does not know ({len(extra)} such tensors)",
+                message=f"{file_of[extra[0]]} holds {extra[0]}, which {INDEX_FILE} does not know ({len(extra)} such tensors)",
                 fix="copy index and shards of the same save",
             )
         )
@@ -254,7 +254,7 @@ def _index_problems(index: Mapping[str, str], headers: Mapping[str, list[TensorH
 
 
 def _layers_without_weights(config: Mapping[str, Any], num_tensors: int) -> list[Finding]:
-    """More layers than tensors: building them all would take far too long to find out what is known already."""
+    """Report more layers than tensors, since building them all would take far too long."""
     parts = {"": config} | {f"{name}.": part for name, part in config.items() if isinstance(part, dict)}
     for prefix, part in parts.items():
         for name in LAYER_COUNTS:

@@ -1,8 +1,8 @@
-"""What the model does with each of its modules, observed in one forward and backward pass of a small model of the same
+"""Use of each module of a model, observed in one forward and backward pass of a small model of the same
 architecture.
 
-An adapter works where its module is called. Some models read the weight of a module themselves instead of calling it, or hand
-it to a fused kernel, and some modules take no part in what is trained; no list of architectures can know which.
+An adapter works if its module is called. Some models read the weight of a module themselves instead of calling it, or pass it to
+a fused kernel, and some modules take no part in what is trained; no list of architectures could cover this.
 """
 
 from __future__ import annotations
@@ -34,26 +34,28 @@ from finetune_trainer.small_models.shrink import SmallConfig, without_dropout
 
 log = logging.getLogger(__name__)
 ROWS, LENGTH = 8, 16
-"""Of the batch: tokens enough that a router of any width sends some to each of its experts, and few for a loop over tokens."""
+"""Size of the batch: enough tokens that a router of any width sends some to each of its experts, and few for a loop over
+tokens.
+"""
 _UNTRACKED = "bias"
-"""Adapters and packing leave biases as they are, so that it does not matter who reads one."""
+"""Adapters and quantization leave biases unchanged, so their readers do not matter."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A part of a name that is a number: of a layer, or of an expert."""
 
 
 @dataclass(frozen=True)
 class ModuleUse:
-    """Of one module, or of several that are alike, such as the experts of a layer."""
+    """Use of one module, or of several similar ones, such as the experts of a layer."""
 
     is_called: bool
     gets_gradient: bool
-    """Some parameter of its own; True, too, where it has none."""
+    """Whether some parameter of its own gets a gradient; also True if it has none."""
     readers: tuple[str, ...] = ()
-    """Classes of the modules whose code reads its weight past its forward pass."""
+    """Classes of the modules whose code reads its weight outside its forward pass."""
     gives_tensor: bool = True
-    """One tensor, rather than several, each time it was called."""
+    """Whether it returned one tensor, rather than several, each time it was called."""
     is_handed_to: tuple[str, ...] = ()
-    """Fused kernels, as `package.function`, to which its weight is handed where the package is installed, as it is here."""
+    """Fused kernels, as `package.function`, that get its weight if the package is installed, as it is here."""
 
     @property
     def is_bypassed(self) -> bool:
@@ -62,7 +64,7 @@ class ModuleUse:
 
 
 class ModuleUses:
-    """What was observed of each module of the small model."""
+    """Observed uses of each module of the small model."""
 
     def __init__(self, observed: Mapping[str, ModuleUse], layers: KeptLayers | None) -> None:
         self._layers = layers
@@ -75,7 +77,7 @@ class ModuleUses:
         self._anywhere = {name: _combined(uses) for name, uses in anywhere.items()}
 
     def of(self, name: str) -> ModuleUse | None:
-        """Of the module of this name in the model itself; None where the small model has none like it."""
+        """Use of the module with this name in the model itself; None if the small model has none like it."""
         return self._by_layer.get(_without_inner_numbers(self._renumbered(name))) or self._anywhere.get(_without_numbers(name))
 
     def _renumbered(self, name: str) -> str:
@@ -87,16 +89,16 @@ class ModuleUses:
 
 
 def _without_inner_numbers(name: str) -> str:
-    """The name without the numbers after the layer's: what one expert does, another would with other tokens."""
+    """The name without the numbers after the layer's: what one expert does, another would do with other tokens."""
     first, dot, rest = _split_after_number(name)
     return f"{first}{dot}{_NUMBER.sub('*', rest)}"
 
 
 def _split_after_number(name: str) -> tuple[str, str, str]:
-    found = _NUMBER.search(name)
-    if found is None:
+    match = _NUMBER.search(name)
+    if match is None:
         return name, "", ""
-    return name[: found.end()], name[found.end() : found.end() + 1], name[found.end() + 1 :]
+    return name[: match.end()], name[match.end() : match.end() + 1], name[match.end() + 1 :]
 
 
 def _without_numbers(name: str) -> str:
@@ -115,15 +117,15 @@ def _combined(uses: list[ModuleUse]) -> ModuleUse:
 
 @dataclass(frozen=True)
 class ObservedUse:
-    """A small model and what it does with its modules."""
+    """A small model and the use of its modules."""
 
     model: PreTrainedModel
-    """With random weights in float32, and without dropout."""
+    """The model with random weights in float32, and without dropout."""
     uses: ModuleUses
 
 
 def observe_use(plan: RunPlan, directory: Path) -> ObservedUse | None:
-    """None where no small model can be built and computed; the rehearsal says why."""
+    """Observe a small model; None if none can be built and computed, which the rehearsal reports."""
     try:
         config = load_config(plan, directory)
         with _torch_only(config) as handed:
@@ -140,7 +142,7 @@ def observe_use(plan: RunPlan, directory: Path) -> ObservedUse | None:
 
 
 def _tokens(shrunken: SmallConfig) -> torch.Tensor:
-    """(ROWS, LENGTH), none of those that stand for something else than text."""
+    """Token ids (ROWS, LENGTH) without special tokens."""
     allowed = torch.tensor(sorted(set(range(shrunken.tokens.size)) - special_tokens(shrunken.config)))
     return allowed[torch.arange(ROWS * LENGTH) % len(allowed)].view(ROWS, LENGTH)
 
@@ -186,13 +188,13 @@ class _Calls:
         self._modules = modules
         self.called: set[str] = set()
         self.gave_several: set[str] = set()
-        """Names of those whose result was something else than a tensor."""
+        """Names of modules whose result was something other than a tensor."""
         self.inside: list[str] = []
         """Names of the modules whose forward pass has begun and not ended, the innermost last."""
 
     def __enter__(self) -> None:
         for name, module in self._modules.items():
-            # As an attribute of the instance it is used, too, by code that calls `forward` itself, past torch's hooks.
+            # An attribute of the instance is also used by code that calls `forward` itself, which bypasses torch's hooks.
             module.forward = self._recorded(name, module.forward)
 
     def __exit__(self, *_: object) -> None:
@@ -216,20 +218,20 @@ class _Calls:
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records which operations take a parameter while the module that has it is not in its forward pass."""
+    """Records operations that take a parameter while its module is not in its forward pass."""
 
     def __init__(self, owners: Mapping[int, Mapping[str, str]], inside: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._owners, self._inside = owners, inside
         self.past_forward: dict[str, set[str]] = defaultdict(set)
-        """Name of the module that has the parameter -> names of those that read it."""
+        """Name of the module with the parameter -> names of the modules that read it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
-            held_by = self._owners.get(id(value)) if isinstance(value, torch.Tensor) else None
-            # Of tied modules each reads its own.
-            if held_by is not None and not any(name in held_by for name in self._inside):
-                for name, last in held_by.items():
+            owners = self._owners.get(id(value)) if isinstance(value, torch.Tensor) else None
+            # Tied modules each read their own parameter.
+            if owners is not None and not any(name in owners for name in self._inside):
+                for name, last in owners.items():
                     if last != _UNTRACKED:
                         self.past_forward[name].add(self._inside[-1] if self._inside else "")
         return func(*args, **(kwargs or {}))
@@ -237,7 +239,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class _KernelParameters:
-    """Parameters, by identity, that went to a fused kernel."""
+    """Parameters, by identity, that were passed to a fused kernel."""
 
     pairs: list[tuple[int, str]] = field(default_factory=list)
 
@@ -250,14 +252,14 @@ class _KernelParameters:
 
 @contextmanager
 def _torch_only(config: PreTrainedConfig) -> Iterator[_KernelParameters]:
-    """Let the architecture compute with torch alone, and note which parameters it hands to functions that have a fused kernel.
+    """Let the architecture compute with torch alone, and note which parameters it passes to functions that have a fused kernel.
 
-    transformers puts a kernel in such a function's place where its package is installed (mamba-ssm, causal-conv1d, flash-linear-
-    attention: transformers.integrations.hub_kernels.use_kernel_func_from_hub_with_fallback); it computes on a GPU alone.
+    transformers replaces such a function by a kernel if its package is installed (mamba-ssm, causal-conv1d,
+    flash-linear-attention: transformers.integrations.hub_kernels.use_kernel_func_from_hub_with_fallback); the kernel needs a GPU.
     """
     handed = _KernelParameters()
-    found = AutoModelForCausalLM._model_mapping.get(type(config), None)  # noqa: SLF001 - there is no public name
-    classes = found if isinstance(found, list | tuple) else (found,)
+    mapped = AutoModelForCausalLM._model_mapping.get(type(config), None)  # noqa: SLF001 - there is no public name
+    classes = mapped if isinstance(mapped, list | tuple) else (mapped,)
     spaces = {each.__module__: vars(sys.modules[each.__module__]) for each in classes if each is not None}
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     for space in spaces.values():
@@ -291,7 +293,9 @@ def _recording(handed: _KernelParameters, function: Callable[..., Any], kernel: 
 
 
 def _mark_as_quantized(model: PreTrainedModel) -> None:
-    """As transformers' quantizers do; some code calls a layer where its weight is packed, and reads the weight where not."""
+    """Mark modules as transformers' quantizers do: some code calls a layer if its weight is quantized, and else reads the
+    weight.
+    """
     for module in model.modules():
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config._is_quantized = True  # noqa: SLF001 - see transformers.quantizers.base

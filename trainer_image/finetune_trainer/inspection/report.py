@@ -1,4 +1,4 @@
-"""What preflight learns of a model, in plain values: its structure, how the rehearsal went, and the report on the workspace.
+"""Preflight's knowledge of a model in plain values: its structure, how the rehearsal went, and the report on the workspace.
 
 Without torch, because preflight holds these while it prepares the data, and the merge and the publisher read the report.
 """
@@ -23,7 +23,7 @@ _SHOWN = 60
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """What the trainer will build."""
+    """Structure that the trainer will build."""
 
     wrap_classes: tuple[str, ...]
     fsdp_units: tuple[str, ...]
@@ -31,25 +31,25 @@ class ModelStructure:
     trainable: dict[str, tuple[int, ...]]
     saved_tensors: dict[str, tuple[int, ...]]
     fixed_tensors: dict[str, tuple[int, ...]]
-    """What the adapter holds besides what is trained, such as random projections."""
+    """Tensors of the adapter that are not trained, such as random projections."""
     adapter_settings: dict[str, Any] | None
     """Content of adapter_config.json; None for full fine-tuning."""
     vocabulary_size: int
     """Rows of the input embedding."""
     max_positions: int | None
-    """Longest document that the model was made for, where its configuration says."""
+    """Longest document that the model was made for, if its configuration says so."""
     max_row: int | None
-    """Longest row of a batch, all documents packed into it together, that the model's code computes; None: any."""
+    """Longest row of a batch, with all documents packed into it, that the model's code computes; None: any."""
     stored_dtype: str
     """Element type of most of the base model's weights."""
     shape: ModelShape | None
-    """For the memory planner; None where the configuration tells it too little."""
+    """Shape for the memory planner; None if the configuration does not contain enough for it."""
     trains_input_rows_alone: bool = False
     """Whether rows of the input embedding are trained that no output head shares: a row then learns where its token is read."""
     batches: tuple[Choice, ...] = ()
-    """Attention, micro-batch and recomputation, where the plan leaves them open."""
+    """Attention, micro-batch and recomputation, if the plan leaves them open."""
     padding_row: int | None = None
-    """Row of the input embedding that torch gives no gradient where it is read (`padding_idx`)."""
+    """Row of the input embedding that torch gives no gradient (`padding_idx`)."""
 
 
 class Verdict(StrEnum):
@@ -59,22 +59,24 @@ class Verdict(StrEnum):
     FAILED = "Failed"
     """The job would fail, or go wrong silently: a finding says where."""
     NOT_DONE = "NotDone"
-    """No scaled-down model could be built, or time or memory ran out: a warning says why. What was seen until then was right."""
+    """No scaled-down model could be built, or time or memory ran out: a warning says why. Everything seen until then was
+    right.
+    """
     SKIPPED = "Skipped"
-    """spec.preflight.rehearsal: Skip."""
+    """The manifest has spec.preflight.rehearsal: Skip."""
 
 
 class Stage(StrEnum):
-    """What is tried, in order."""
+    """Stages of a rehearsal, in order."""
 
     BUILD = "build"
     """The scaled-down model, its adapter and its data."""
     TRAIN = "train"
     """An undisturbed run: a few steps with checkpoints, and the result."""
     RESUME = "resume"
-    """The same run resumed from a checkpoint: the same bytes."""
+    """A resume of this run from a checkpoint, which gives the same bytes."""
     COMPARE = "compare"
-    """The same global batches in one process: the same losses and gradients."""
+    """A run of these global batches in one process, which gives the same losses and gradients."""
     SAVE = "save"
     """The result holds what was trained, and loads with the libraries alone."""
     MERGE = "merge"
@@ -92,36 +94,36 @@ TITLES = {
 
 
 class StrictModel(BaseModel):
-    """Immutable; unknown fields are errors."""
+    """Base of immutable models that refuse unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class StageResult(StrictModel):
-    """How one stage went."""
+    """Result of one stage."""
 
     stage: Stage
     seconds: float
-    """The last three run at the same time, so those of all stages are more than those of the rehearsal."""
+    """Duration. The last three stages run at the same time, so the sum exceeds the duration of the rehearsal."""
     problem: str = ""
-    """Empty: it went well."""
+    """Description of a failure; empty if there was none."""
 
 
 class RehearsalReport(StrictModel):
-    """Part of the model report."""
+    """The rehearsal's part of the model report."""
 
     verdict: Verdict
     seconds: float = 0.0
     peak_memory_bytes: int = 0
-    """Of all its processes together, pages that they share counted once (PSS)."""
+    """Memory of all its processes together, with shared pages counted once (PSS)."""
     parameters: int = 0
-    """Of the scaled-down model."""
+    """Number of parameters of the scaled-down model."""
     changes: tuple[str, ...] = ()
-    """What differs between the job and its rehearsal, in words."""
+    """Differences between the job and its rehearsal, in words."""
     stages: tuple[StageResult, ...] = ()
     findings: tuple[Finding, ...] = ()
     kept_since: str = ""
-    """When it was, in UTC, if this is the verdict of an earlier rehearsal of the same (rehearsal/verdicts.py); empty: now."""
+    """Time of the rehearsal in UTC if the verdict is that of an earlier, equal one (rehearsal/verdicts.py); empty: now."""
 
 
 SKIPPED = RehearsalReport(verdict=Verdict.SKIPPED)
@@ -135,16 +137,16 @@ class ModelReport(BaseModel):
     model_digest: str
     """SHA-256 over configuration, index, headers and file sizes of the base model; no weight is read for it."""
     model_files: dict[str, str]
-    """SHA-256 of configuration and weight files, which the merge must find again; empty where nothing is merged."""
+    """SHA-256 of configuration and weight files, which the merge must find again; empty if nothing is merged."""
     data_hash: str
     wrap_classes: tuple[str, ...]
     """Layer classes that become FSDP units; empty under another policy than TRANSFORMER_BASED_WRAP."""
     fsdp_units: tuple[str, ...]
-    """Names of the modules that become units of their own; the root is one besides."""
+    """Names of the modules that become units of their own; the root is another one."""
     dtypes: dict[str, str]
     """Element types by use: load, param, reduce, save."""
     trainable: dict[str, tuple[int, ...]]
-    """Name and shape of each parameter that is trained."""
+    """Name and shape of each trained parameter."""
     saved_tensors: dict[str, tuple[int, ...]]
     """Name and shape of each tensor that the trained adapter (or model) must contain."""
     train_sequences: int
@@ -152,15 +154,17 @@ class ModelReport(BaseModel):
     """Tokens that the loss counts in one pass over the training data."""
     total_steps: int
     record_lengths: dict[int, int]
-    """Training records by tokens: the smallest power of two that holds them -> how many; dropped ones, too."""
+    """Histogram of training records, dropped ones included: the smallest power of two that holds the tokens -> number of
+    records.
+    """
     rehearsal: RehearsalReport = SKIPPED
-    """How the job went on a scaled-down model of the same architecture."""
+    """Result of the job on a scaled-down model of the same architecture."""
     memory: dict[str, int]
-    """What a rank will need, in bytes, by what for; empty where that could not be estimated."""
+    """Bytes that a rank will need, by purpose; empty if they could not be estimated."""
     resharding: Choice | None = None
-    """Whether ranks free gathered parameters after the forward pass, and why; None where the plan says it, or one rank trains."""
+    """Whether ranks free gathered parameters after the forward pass, and why; None if the plan says it, or one rank trains."""
     batches: tuple[Choice, ...] = ()
-    """Attention, micro-batch and recomputation, and why; empty where the plan says them."""
+    """Attention, micro-batch and recomputation, and why; empty if the plan says them."""
     warnings: tuple[Finding, ...]
 
     @property
@@ -183,14 +187,14 @@ def _changed(path: Path, what: str) -> PlanMismatchError:
 
 
 def read_report(path: Path) -> ModelReport | None:
-    """The report at `path`, or None where there is none."""
+    """Read the report at `path`; None if there is none."""
     return ModelReport.model_validate_json(read_own(path)) if path.is_file() else None
 
 
 def with_choices_of_preflight(plan: RunPlan, path: Path) -> RunPlan:
-    """The plan with what the report at `path` says of what it leaves open: the same for every attempt.
+    """The plan with the choices in the report at `path`, which are the same for every attempt.
 
-    Without a word of preflight ranks free gathered parameters after the forward pass, which takes the least memory. Raises
+    Without a choice of preflight, ranks free gathered parameters after the forward pass, which takes the least memory. Raises
     PlanMismatchError if the report holds what preflight never writes: it is on the workspace, where others may write.
     """
     try:

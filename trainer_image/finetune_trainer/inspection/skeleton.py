@@ -1,5 +1,6 @@
-"""The base model and its adapters on the meta device: names, shapes and element types as transformers and PEFT would make
-them, without one weight being read. Called by preflight and the rehearsal.
+"""The base model and its adapters on the meta device: names, shapes and element types as transformers and PEFT would make them.
+
+No weight is read. Called by preflight and the rehearsal.
 """
 
 from __future__ import annotations
@@ -37,13 +38,11 @@ DTYPES = SAFETENSORS_DTYPES | {
     "U16": torch.uint16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-"""What safetensors calls torch's element types."""
+"""torch's element types by their names in safetensors."""
 
 
 def load_skeleton(plan: RunPlan, directory: Path) -> tuple[PreTrainedModel, list[Finding]]:
-    """The model on the meta device, and what is wrong with its files. Raises whatever transformers does for a model it
-    refuses.
-    """
+    """The model on the meta device, and findings about its files. Raises transformers' errors for a model that it refuses."""
     headers = read_checkpoint(directory).tensors.values()
     declared = {header.name: torch.empty(header.shape, dtype=DTYPES[header.dtype], device=META) for header in headers}
     built = build_on_meta(plan, directory)
@@ -64,7 +63,7 @@ def load_skeleton(plan: RunPlan, directory: Path) -> tuple[PreTrainedModel, list
 
 
 def _incomplete(info: dict[str, object]) -> list[Finding]:
-    """Every weight of the model is in the files, with its shape: transformers would initialise others at random."""
+    """Findings about weights that the files lack or hold in another shape, which transformers would initialise at random."""
     findings = []
     for kind, reason in (("missing_keys", "are in none of its files"), ("mismatched_keys", "have another shape in its files")):
         names = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info[kind])  # type: ignore[attr-defined]
@@ -82,11 +81,11 @@ def _incomplete(info: dict[str, object]) -> list[Finding]:
 
 
 def _unconverted(info: dict[str, object]) -> list[Finding]:
-    """What transformers could not make of the files' tensors."""
-    said = info.get("error_msgs") or info.get("conversion_errors")
-    if not said:
+    """The finding about tensors of the files that transformers could not convert."""
+    errors = info.get("error_msgs") or info.get("conversion_errors")
+    if not errors:
         return []
-    first = next(iter(said.items())) if isinstance(said, dict) else next(iter(said))  # type: ignore[call-overload]
+    first = next(iter(errors.items())) if isinstance(errors, dict) else next(iter(errors))  # type: ignore[call-overload]
     message = f"transformers cannot convert the files' tensors to those of the model: {str(first)[:300]}"
     return [
         make_finding(
@@ -100,14 +99,14 @@ def _unconverted(info: dict[str, object]) -> list[Finding]:
 
 
 def attach_skeleton_adapters(base: PreTrainedModel, plan: RunPlan, directory: Path) -> PeftModel:
-    """The model with its adapters, as `attach` makes it, but for the values. Raises ConfigError as it does."""
+    """The model with its adapters, as `attach` makes it, but without values. Raises ConfigError as `attach` does."""
     try:
         with on_meta_device():
             adapted = attach(base, plan)
     except ConfigError as error:
         if plan.method.adapter is None or not isinstance(error.__cause__, RuntimeError):
             raise
-        # With some settings a method cannot say how large its tensors are before it has drawn or counted values.
+        # With some settings a method does not know the sizes of its tensors before it has drawn or counted values.
         return attach(build_with_lazy_zeros(plan, directory), plan)
     if not plan.method.autocast_adapter_dtype:
         _hold_as_the_base(adapted, base.dtype)
@@ -115,10 +114,10 @@ def attach_skeleton_adapters(base: PreTrainedModel, plan: RunPlan, directory: Pa
 
 
 def _hold_as_the_base(adapted: PeftModel, loaded: torch.dtype) -> None:
-    """What PEFT does as it adds an adapter, except to tensors on the meta device: give it its base layer's element type.
+    """Give adapter tensors their base layer's element type, which PEFT does when it adds an adapter, except on the meta device.
 
-    Of packed weights that is the type in which they compute, whatever they are stored as. Only their magnitudes are measured on
-    the weights as they were before. loaded: element type of these.
+    For quantized weights it is the type in which they compute, however they are stored. Only their magnitudes are computed from
+    the weights before quantization. loaded: element type of these.
     """
     for layer in adapted.modules():
         if isinstance(layer, BaseTunerLayer):

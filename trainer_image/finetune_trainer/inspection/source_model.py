@@ -14,9 +14,9 @@ _BLOCK_BYTES = 16 << 20
 
 
 def source_difference(source: Path, made: Path, added: AddedTokens) -> str | None:
-    """How the weights in `made` are not those of `source` with rows for these tokens; None: they are.
+    """How the weights in `made` differ from those of `source` with rows for these tokens; None if they do not.
 
-    What the rows of added tokens hold is not compared: they were no rows of any token before. Raises OSError.
+    The rows of added tokens are not compared, since they did not belong to any token before. Raises OSError.
     """
     try:
         expected, found = read_checkpoint(source), read_checkpoint(made)
@@ -41,7 +41,7 @@ def _is_kept(expected: Checkpoint, found: Checkpoint, name: str, added: AddedTok
 
 
 def _kept_spans(tensor: TensorHeader, left_out: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Bytes of a tensor without some of its rows."""
+    """Byte ranges of a tensor without some of its rows."""
     if not left_out or not tensor.num_bytes:
         yield 0, tensor.num_bytes
         return

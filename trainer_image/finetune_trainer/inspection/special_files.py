@@ -1,6 +1,7 @@
-"""Entries of a directory that cannot be read as files, or are far too large for what their names promise.
+"""Entries of a directory that cannot be read as files, or are far too large for their names.
 
-Opening a pipe may never return and a device has no end; libraries open anything that has the right name. So this is asked first.
+Opening a pipe may never return and a device has no end, but libraries open anything that has the right name. So this is checked
+first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from finetune_trainer.errors import ModelError
 from finetune_trainer.files import TEMPLATES, OutsideError, links_outside
 
 UNUSABLE_FILE = "model-file-unusable"
-"""Rule: where it was found, nothing may open the directory's files."""
+"""Id of a finding after which nothing may open the directory's files."""
 MAX_TEMPLATE_BYTES = 4 << 20
 MAX_BYTES: Mapping[str, int] = {
     "config.json": 16 << 20,
@@ -32,7 +33,7 @@ MAX_BYTES: Mapping[str, int] = {
     "tokenizer.model": 512 << 20,
     "model.safetensors.index.json": 256 << 20,
 }
-"""Some ten times the largest that are in use."""
+"""Bounds that are some ten times the largest files in use."""
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -46,7 +47,7 @@ _FIX_LINK = "put the file itself there, or what it leads to on the same claim"
 
 
 def require_links_inside(directory: Path, root: Path) -> None:
-    """No link of the base model leads out of `root`: this pod would open what it leads to. Raises ModelError, OSError."""
+    """Raise ModelError if a link of the base model leads out of `root`, since this pod would open its target. Raises OSError."""
     for error in links_outside(directory, root):
         raise ModelError(f"{FIELD}: {error.filename} {error.strerror}", _FIX_LINK)
 
@@ -58,7 +59,9 @@ def _link_finding(directory: Path, error: OutsideError) -> Finding:
 
 
 def check_entries(directory: Path, root: Path) -> list[Finding]:
-    """A finding per entry that no library may open, links out of `root` first. Raises OSError if it cannot be listed."""
+    """A finding per entry that no library may open, links out of `root` first. Raises OSError if the directory cannot be
+    listed.
+    """
     findings = [_link_finding(directory, error) for error in links_outside(directory, root)]
     for path in (*sorted(directory.iterdir()), *sorted(directory.glob(f"{TEMPLATES}/*"))):
         reason = _reason(path)

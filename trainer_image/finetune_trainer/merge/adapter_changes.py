@@ -1,9 +1,9 @@
-"""What one adapter does to the parameters of the base model, of whatever method, and what holds for all methods.
+"""Changes of the base model's parameters by one adapter, and checks that all methods share.
 
-An adapter that was trained after resize_token_embeddings holds all rows of the embeddings, more than the base has: the model is
-then planned for with as many (`with_saved_vocabulary`).
+An adapter that was trained after resize_token_embeddings holds all rows of the embeddings, more than the base has. The plan is
+then made for a model with as many rows (`with_saved_vocabulary`).
 
-lora.py and non_lora.py fill an AdapterChanges; resolve_changes.py lets those of several adapters follow one another.
+lora.py and non_lora.py fill an AdapterChanges; resolve_changes.py combines those of several adapters.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from finetune_trainer.weights.headers import TensorHeader
 from finetune_trainer.weights.stored import StoredModel
 
 MAX_ROWS = 1 << 20
-"""Of embeddings that an adapter makes larger. XLM-V, the largest vocabulary of a published model, has 901,629."""
+"""Largest number of rows of enlarged embeddings. XLM-V, the largest vocabulary of a published model, has 901,629."""
 _VOCABULARY_BUFFER = "final_logits_bias"
-"""Has a value for each token and is resized with them (Bart and its relatives), but no adapter holds it."""
+"""Buffer with a value for each token, which is resized with the embeddings (Bart and its relatives), but which no adapter
+holds.
+"""
 
 
 @dataclass
@@ -33,9 +35,9 @@ class AdapterChanges:
 
     changes: dict[str, list[Change]] = field(default_factory=dict)
     replacements: dict[str, TensorHeader] = field(default_factory=dict)
-    """The adapter's tensors that parameters are replaced by, before the changes."""
+    """The adapter's tensors that replace parameters, before the changes."""
     base_copies: set[str] = field(default_factory=set)
-    """Paths whose replacement was not trained: it says what the base's values were in training."""
+    """Paths whose replacement was not trained: it is a copy of the base's values in training."""
     matrices: list[MatrixChange] = field(default_factory=list)
     """Changes of single stored matrices: adapters on parameters that several stored tensors hold."""
 
@@ -49,17 +51,17 @@ def module_of(path: str) -> str:
 
 
 def with_saved_vocabulary(model: StoredModel, adapters: Sequence[Mapping[str, TensorHeader]]) -> StoredModel:
-    """The model with embeddings as large as the adapters' files have them; itself if that is their size.
+    """The model with embeddings as large as in the adapters' files; the same model if that is their size.
 
-    adapters: tensors by name. Looks at shapes only. Raises AdapterTensorMisshapedError if the embeddings were made smaller or
-    too large, or are of several sizes, and UnsupportedBaseError.
+    adapters: tensors by name. Looks at shapes only. Raises AdapterTensorMisshapedError if the embeddings were made smaller or too
+    large, or are of several sizes, and UnsupportedBaseError.
     """
     stored, embeddings = model.vocabulary(), model.embeddings
     saved: dict[str, TensorHeader] = {}
     for tensors in adapters:
         for name, tensor in tensors.items():
-            found = whole_parameter(name)
-            path = None if found is None else model.path(found)
+            whole_path = whole_parameter(name)
+            path = None if whole_path is None else model.path(whole_path)
             parameter = model.parameter(path) if path is not None and path in embeddings else None
             if parameter is None or parameter.path not in stored or tensor.shape[1:] != parameter.shape[1:] or not tensor.shape:
                 continue
@@ -99,9 +101,9 @@ def _require_larger(tensor: TensorHeader, num_stored: int) -> None:
 
 
 def follow_ties(path: str, tensor: TensorHeader, model: StoredModel, saved: Collection[str], result: AdapterChanges) -> None:
-    """What PEFT loads into the base model itself is loaded into every parameter that shares its memory.
+    """Load a tensor that PEFT loads into the base model into every parameter that shares its memory.
 
-    path: of the one that `tensor` is loaded into. saved: paths of which the adapter's file has all values.
+    path: of the parameter that `tensor` is loaded into. saved: paths of which the adapter's file has all values.
     """
     tie = model.tie(path)
     for other in tie.paths if tie else ():
@@ -111,14 +113,14 @@ def follow_ties(path: str, tensor: TensorHeader, model: StoredModel, saved: Coll
 
 def saved_parameters(adapter: AdapterHeaders, model: StoredModel) -> frozenset[str]:
     """Paths of the embeddings of which the adapter's file has all values."""
-    found = {path for name in adapter.tensors if (path := whole_parameter(name)) is not None}
-    return model.embeddings & {model.path(path) for path in found}
+    saved = {path for name in adapter.tensors if (path := whole_parameter(name)) is not None}
+    return model.embeddings & {model.path(path) for path in saved}
 
 
 def require_all_rows(model: StoredModel, replaced: Collection[str]) -> None:
-    """With a resized vocabulary, all that has a row for each token comes from the adapter. replaced: paths of what does.
+    """Check that with a resized vocabulary the adapter has everything with a row for each token.
 
-    Raises AdapterTensorMissingError naming the parameter.
+    replaced: paths of the parameters that it replaces. Raises AdapterTensorMissingError naming a missing one.
     """
     if model.num_rows is None:
         return
@@ -133,7 +135,7 @@ def require_all_rows(model: StoredModel, replaced: Collection[str]) -> None:
 
 
 def apply_to_tied_copies(adapter: AdapterHeaders, model: StoredModel, result: AdapterChanges) -> None:
-    """What is tied to the input embeddings and was trained as one with them is changed as they are."""
+    """Change parameters that are tied to the input embeddings, and were trained as one with them, in the same way."""
     for tie in model.ties:
         first, *others = tie.paths
         for path in others:
@@ -145,7 +147,7 @@ def apply_to_tied_copies(adapter: AdapterHeaders, model: StoredModel, result: Ad
 
 
 def require_all_targets(model: StoredModel, settings: AdapterSettings, adapted: set[str]) -> None:
-    """A target without adapter tensors means that the save lost some (a rank's part under FSDP, say).
+    """Check that each target has adapter tensors; otherwise the save lost some (a rank's part under FSDP, say).
 
     adapted: paths of the weights that the adapter changes. Raises AdapterTensorMissingError naming the module.
     """

@@ -1,6 +1,6 @@
 """Names in a LoRA adapter file -> module of the base model and part of the adapter on it.
 
-As peft 0.21.2 writes them (get_peft_model_state_dict): `base_model.model.<module>.lora_A.weight` and so on are factors,
+peft 0.21.2 writes these names (get_peft_model_state_dict): `base_model.model.<module>.lora_A.weight` and so on are factors,
 `<module>.token_adapter.trainable_tokens_delta` trained rows; `<module>.base_layer.<parameter>` and `<module>.<parameter>` hold
 whole parameters (embeddings, biases, modules_to_save). If several parameters of one module are adapted (target_parameters), PEFT
 nests its layers: `<module>.base_layer.lora_A.weight` is one level deeper.
@@ -19,7 +19,7 @@ from finetune_trainer.weights.headers import TensorHeader
 
 Key = TypeVar("Key")
 CLASSIFIER_HEADS = ("score", "classifier", "qa_outputs")
-"""What transformers calls the output layers of tasks other than the next token; PEFT saves them whole next to an adapter."""
+"""Names of output layers for tasks other than the next token in transformers; PEFT saves them whole beside an adapter."""
 TOKENS_PART = "token_adapter.trainable_tokens_delta"
 FACTOR_PARTS: Mapping[str, str] = {
     "lora_A.weight": "lora_A",
@@ -30,32 +30,34 @@ FACTOR_PARTS: Mapping[str, str] = {
     "lora_magnitude_vector": "lora_magnitude_vector",
     "lora_magnitude_vector.weight": "lora_magnitude_vector",
 }
-"""Parts as files name them, older ones included -> what they are."""
+"""Parts as files name them, in older versions, too -> their kind."""
 
 TOKENS_BASE = "token_adapter.base_layer"
-"""Below this are the whole parameters of a module with trained rows, if they are saved, too."""
+"""Prefix of the whole parameters of a module with trained rows, if they are saved, too."""
 WRAPPERS = ("modules_to_save", TOKENS_BASE, "base_layer")
-"""What PEFT puts between a module's name and that of its parameter."""
+"""Names that PEFT puts between a module's name and that of its parameter."""
 
 _NESTED = re.compile(r"(?P<module>.+?)(?P<nesting>(\.base_layer)*)\.(?P<part>(?:lora_|token_adapter\.|modules_to_save\.).+)")
 
 
 @dataclass
 class ParsedAdapter:
-    """The tensors of one file by what they are. Modules are named as in the base model."""
+    """The tensors of one file by their kind. Modules are named as in the base model."""
 
     factors: dict[tuple[str, int], dict[str, TensorHeader]] = field(default_factory=dict)
-    """By module and depth of nesting, then by the values of FACTOR_PARTS."""
+    """Factors by module and depth of nesting, then by the values of FACTOR_PARTS."""
     tokens: dict[str, TensorHeader] = field(default_factory=dict)
     """Trained rows by module."""
     whole: dict[tuple[str, str], TensorHeader] = field(default_factory=dict)
-    """Whole parameters by module and name, as the module itself has them."""
+    """Whole parameters by module and name, as in the module itself."""
     base_copies: dict[tuple[str, str], TensorHeader] = field(default_factory=dict)
-    """Whole parameters of the layers below an adapter: what these were when the adapter was trained, or trained biases."""
+    """Whole parameters of the layers below an adapter: their values when the adapter was trained, or trained biases."""
 
 
 def parse_names(adapter: Mapping[str, TensorHeader]) -> ParsedAdapter:
-    """Raises AdapterTensorUnknownError and AdapterTensorDuplicateError naming the tensor."""
+    """Sort an adapter's tensors by their names. Raises AdapterTensorUnknownError and AdapterTensorDuplicateError naming the
+    tensor.
+    """
     parsed = ParsedAdapter()
     for name, tensor in adapter.items():
         if not name.startswith(INSIDE_PEFT):
@@ -90,7 +92,7 @@ def parse_names(adapter: Mapping[str, TensorHeader]) -> ParsedAdapter:
 
 
 def whole_parameter(name: str) -> str | None:
-    """The parameter of the base model that an adapter tensor of this name has all values of; None: it is a part of an adapter."""
+    """The parameter of the base model of which this adapter tensor has all values; None if it is a part of an adapter."""
     if ".lora_" in name or not name.endswith((".weight", ".bias")):
         return None
     module, _, parameter = name.removeprefix(INSIDE_PEFT).rpartition(".")
@@ -99,7 +101,7 @@ def whole_parameter(name: str) -> str | None:
 
 
 def absent_in_base(name: str, path: str) -> AdapterTensorUnknownError:
-    """Of the adapter tensor `name`, whose parameter `path` the base model does not have."""
+    """Error of the adapter tensor `name`, whose parameter `path` the base model does not have."""
     module = path.rpartition(".")[0]
     if module.rpartition(".")[2] in CLASSIFIER_HEADS:
         return AdapterTensorUnknownError(

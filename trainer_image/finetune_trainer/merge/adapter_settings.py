@@ -1,8 +1,8 @@
-"""From adapter_config.json of LoRA's family: what merging must know of it, or a refusal with the reason.
+"""adapter_config.json of LoRA's family -> the settings that a merge needs, or a refusal with the reason.
 
 In: the parsed file. Out: AdapterSettings. An adapter whose method changes more than the merge covers is refused here, because
-leaving out a part of an adapter gives a model that loads well and answers wrong.
-Field names and meanings: peft 0.21.2, LoraConfig.
+leaving out a part of an adapter gives a model that loads well and answers wrong. Field names and meanings: peft 0.21.2,
+LoraConfig.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ REFUSED_FIELDS: Mapping[str, str] = {
 """Fields of LoraConfig that, when set, change what an adapter computes beyond LoRA, rsLoRA and DoRA."""
 
 EMBEDDING_LAYER_NAMES = frozenset({"embed_tokens", "lm_head"})
-"""Modules that PEFT takes for embeddings (peft.utils.other.EMBEDDING_LAYER_NAMES) where it looks for those that
-ensure_weight_tying is about."""
+"""Modules that count as embeddings for ensure_weight_tying in PEFT (peft.utils.other.EMBEDDING_LAYER_NAMES)."""
 
 _LAYER_NUMBER = re.compile(r".*?\.[^.]*\.(?P<number>\d+)\.")
 """The first numbered part of a module's name is its layer."""
@@ -47,7 +46,7 @@ class AdapterHeaders:
     tensors: Mapping[str, TensorHeader]
     config: Mapping[str, Any]
     copies: frozenset[str] = field(default_factory=frozenset)
-    """Tensors of output embeddings whose values have been seen to be those of the input embeddings' (inputs.py)."""
+    """Tensors of output embeddings whose values equal those of the input embeddings (inputs.py)."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class AdapterSettings:
     ties_embeddings: bool
     """Whether PEFT gives the output embeddings the adapter of the input embeddings (ensure_weight_tying)."""
     token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None
-    """Trained rows of the input embeddings, or of the modules whose names end so."""
+    """Trained rows of the input embeddings, or of the modules whose names end with a key."""
 
     def rank(self, name: str) -> int:
         """Rank of the adapter on the module, or on the parameter for target_parameters, of this name."""
@@ -85,7 +84,7 @@ class AdapterSettings:
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def targets(self, module: str) -> bool:
-        """True when PEFT puts an adapter on a module of this name (given that its class can hold one)."""
+        """Whether PEFT puts an adapter on a module of this name (if its class can hold one)."""
         if _matches(self.exclude_modules, module):
             return False
         if any(re.match(rf"(^|.*\.){saved}($|\..*)", module) for saved in self.modules_to_save):
@@ -96,17 +95,17 @@ class AdapterSettings:
         return not is_limited or self._layer(module) in (self.layers or ())
 
     def targets_parameter(self, path: str) -> bool:
-        """True when PEFT puts an adapter on the parameter itself, whatever module holds it."""
+        """Whether PEFT puts an adapter on the parameter itself, whatever module holds it."""
         return _matches(self.target_parameters, path)
 
     def is_saved_whole(self, module: str) -> bool:
-        """True when `module` is in one of `modules_to_save`, which the adapter file holds as whole tensors."""
+        """Whether `module` is in one of `modules_to_save`, which the adapter file holds as whole tensors."""
         parts = module.split(".")
         prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
         return any(prefix.endswith(saved) for prefix in prefixes for saved in self.modules_to_save)
 
     def tokens_of(self, module: str, is_input_embedding: bool) -> tuple[int, ...] | None:
-        """Indices of the trained rows of a module; None: it has none."""
+        """Indices of the trained rows of a module, or None if it has none."""
         if isinstance(self.token_indices, Mapping):
             return next((indices for name, indices in self.token_indices.items() if module.endswith(name)), None)
         return self.token_indices if is_input_embedding else None
@@ -116,12 +115,12 @@ class AdapterSettings:
             match = _LAYER_NUMBER.match(module)
         else:
             patterns = (re.match(rf"(?:^|.*?\.){name}\.(?P<number>\d+)\.", module) for name in self.layers_pattern)
-            match = next((found for found in patterns if found), None)
+            match = next((candidate for candidate in patterns if candidate), None)
         return int(match["number"]) if match else None
 
 
 def adapter_settings(config: Mapping[str, Any]) -> AdapterSettings:
-    """Raises UnsupportedAdapterError naming the field, its value, the reason and the way out."""
+    """Read the settings. Raises UnsupportedAdapterError naming the field, its value, the reason and the way out."""
     for name, reason in REFUSED_FIELDS.items():
         if config.get(name):
             raise UnsupportedAdapterError(
@@ -181,7 +180,9 @@ def _listed(value: Any) -> tuple[str, ...]:
 
 
 def _matches(patterns: tuple[str, ...] | str, module: str) -> bool:
-    """A string is a regular expression over the whole name; a list holds names or ends of names (peft's rule)."""
+    """Whether patterns match a module: a string is a regular expression over the whole name; a list holds names or ends of names
+    (peft's rule).
+    """
     if isinstance(patterns, str):
         return re.fullmatch(patterns, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in patterns)

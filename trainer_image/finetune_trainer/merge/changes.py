@@ -1,7 +1,7 @@
-"""What an adapter does to one matrix of the base model, as data: made by the planner, carried out by `steps`.
+"""Changes of one matrix of the base model by an adapter, as data: the planner makes them, `steps` carries them out.
 
-A stored tensor is one matrix or, where experts are stacked in it, several; each has a tuple of changes, applied in order. Tensors
-are named by their headers, so that nothing is read before its turn comes.
+A stored tensor is one matrix or, where experts are stacked in it, several; each has a tuple of changes, applied in order. Headers
+name the tensors, so that nothing is read early.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from finetune_trainer.weights.stored import ExpertPart
 
 
 class Orientation(StrEnum):
-    """How B@A, of shape (out, in), is laid over the stored weight."""
+    """How B@A, of shape (out, in), lies on the stored weight."""
 
     LINEAR = "Linear"  # weight (out, in)
     CONV1D = "Conv1D"  # weight (in, out): transposed
@@ -37,7 +37,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Addition:
-    """W += scaling * tensor, of one shape: the bias on lora_B."""
+    """W += scaling * tensor of the same shape: the bias on lora_B."""
 
     tensor: TensorHeader
     scaling: float
@@ -53,10 +53,10 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class ModuleMerge:
-    """The module is merged by PEFT's own layer of this method; the changed matrix is its `parameter`."""
+    """PEFT's own layer of this method merges the module; the changed matrix is its `parameter`."""
 
     module: str
-    """Inside the base model."""
+    """Name of the module inside the base model."""
     layer: str
     """Class of the base layer: Linear, Conv1D, Embedding, Conv2d and so on."""
     parameter: str
@@ -65,9 +65,9 @@ class ModuleMerge:
     adapter: Mapping[str, TensorHeader]
     """The module's adapter tensors, by their names in the file."""
     config: Mapping[str, Any]
-    """adapter_config.json."""
+    """Content of adapter_config.json."""
     shared_extent: tuple[int, int] | None = None
-    """(out, in), each the largest of all layers that the adapter adapts, where these share projections of that size."""
+    """(out, in), each the largest of all adapted layers, if these share projections of that size."""
 
     def __hash__(self) -> int:
         return hash((self.module, self.parameter, tuple(self.adapter)))
@@ -75,24 +75,24 @@ class ModuleMerge:
 
 @dataclass(frozen=True)
 class Quantization:
-    """W becomes what a bitsandbytes layer of these settings, made from it, computes with: packed and unpacked again."""
+    """W becomes the weight with which a bitsandbytes layer of these settings computes: quantized and dequantized."""
 
     quant_type: str
-    """nf4 or fp4."""
+    """Type of the codes, nf4 or fp4."""
     double_quant: bool
     load_dtype: str
-    """In which the model was loaded before it was packed; this and the next are bfloat16, float16 or float32."""
+    """Dtype in which the model was loaded before quantization; this and the next are bfloat16, float16 or float32."""
     compute_dtype: str
-    """In which the layer unpacks its weight."""
+    """Dtype into which the layer dequantizes its weight."""
     is_transposed: bool = False
-    """Stored as (in, out), but packed as (out, in): Conv1D."""
+    """Whether the weight is stored as (in, out), but quantized as (out, in): Conv1D."""
 
 
 Change = LowRank | Addition | TokenRows | ModuleMerge | Quantization
 
 
 def read_by(change: Change) -> tuple[TensorHeader, ...]:
-    """The adapter's tensors that carrying out `change` reads."""
+    """The adapter's tensors that are read to carry out `change`."""
     match change:
         case LowRank():
             return tuple(tensor for tensor in (change.a, change.b, change.magnitude) if tensor is not None)

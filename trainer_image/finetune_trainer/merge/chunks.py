@@ -16,11 +16,11 @@ from finetune_trainer.merge.shard_file import ShardFile
 from finetune_trainer.weights.headers import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    # Imports torch, which is not there yet when the first chunks are made.
+    # It imports torch, which may not be imported yet when the first chunks are made.
     from finetune_trainer.merge.steps.step import Step
 
 CHUNK_BYTES = 4 << 20
-"""Bytes read at once. Large enough for full disk speed, small enough that buffers stay a small part of memory."""
+"""Bytes that are read at a time. Large enough for full disk speed, small enough that buffers stay a small part of memory."""
 
 Rows = tuple[int, int]
 
@@ -35,7 +35,7 @@ class RowCut:
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Rows start..stop of a matrix of an output tensor; for tensors that nothing changes a row is one element."""
+    """Rows start..stop of a matrix of an output tensor. In tensors without changes, a row is one element."""
 
     tensor: OutputTensor
     file: ShardFile
@@ -43,9 +43,9 @@ class RowChunk:
     stop: int
     num_columns: int
     first_element: int
-    """Where the matrix begins in the tensor."""
+    """First element of the matrix in the tensor."""
     ends_matrix: bool
-    """Whether the file can be complete up to this chunk's end and nothing after it depends on it."""
+    """Whether the file can be complete up to this chunk's end, so that later chunks do not depend on it."""
     steps: tuple[Step, ...] = ()
     cuts: tuple[RowCut, ...] = ()
     """Empty: the values are copied."""
@@ -75,16 +75,17 @@ class RowChunk:
 
 @dataclass
 class Chunker:
-    """Makes the chunks of shards. `whole_tensors`: those of which a matrix had to be computed at once, hence held in memory.
+    """Makes the chunks of shards.
 
-    load_step: called for each change of a matrix, in the order of the file.
+    whole_tensors: tensors of which a matrix had to be computed at once, hence held in memory. load_step: called for each change
+    of a matrix, in the order of the file.
     """
 
     load_step: Callable[[OutputTensor, Change], Step]
     whole_tensors: list[str] = field(default_factory=list)
 
     def chunks(self, shard: Shard, file: ShardFile) -> Iterator[RowChunk]:
-        """In the order of the file, from the matrix on that begins where the file's durable part ends."""
+        """Yield chunks in the order of the file, starting with the matrix in which the file's durable part ends."""
         for tensor in shard.tensors:
             if tensor.offset + tensor.num_bytes <= file.num_done:
                 continue

@@ -1,4 +1,4 @@
-"""What of the stream needs torch: steps with their tensors in memory, and the arithmetic of a chunk.
+"""The part of the stream that needs torch: steps with their tensors in memory, and the arithmetic of a chunk.
 
 stream.py imports this module while bytes that need no arithmetic are copied: an import of torch takes as long as the rest of a
 small model's merge.
@@ -20,10 +20,11 @@ from finetune_trainer.weights.errors import NotFiniteError
 from finetune_trainer.weights.rounding import TORCH_DTYPES, all_finite, round_into
 
 SHARED_FACTORS = 8
-"""Adapter tensors with the factors of many matrices that are held at once: A and B of two adapters for an expert's two
-parameters, whose stored parts take turns in a file."""
+"""Number of adapter tensors with the factors of many matrices that are held at once: A and B of two adapters for an expert's two
+parameters, whose stored parts alternate in a file.
+"""
 HOST = torch.device("cpu")
-"""Where everything is computed but, on demand, the products of factors."""
+"""Device of all computations except, on demand, the products of factors."""
 
 _of_thread = threading.local()
 
@@ -51,14 +52,14 @@ class StepLoader:
 
 
 class Blocks:
-    """What a thread computes in, used again for each chunk."""
+    """A thread's buffers, which are reused for each chunk."""
 
     def __init__(self) -> None:
         self.scratch = Scratch()
         self._between = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
 
     def between(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Block `number` (0 or 1) for what one step hands to the next, contents undefined."""
+        """Block `number` (0 or 1) for the values between two steps, contents undefined."""
         num_bytes = shape[0] * shape[1] * dtype.itemsize
         if len(self._between[number]) < num_bytes:
             self._between[number] = torch.empty(num_bytes, dtype=torch.uint8)
@@ -66,7 +67,7 @@ class Blocks:
 
 
 def compute_chunk(chunk: RowChunk, source: memoryview, output: memoryview) -> None:
-    """Writes the chunk's values to `output`. source: its bytes as stored. Raises NotFiniteError naming the tensor."""
+    """Write the chunk's values to `output`. source: its bytes as stored. Raises NotFiniteError naming the tensor."""
     use_one_thread()
     tensor, blocks = chunk.tensor, _blocks()
     shape = (chunk.stop - chunk.start, chunk.num_columns)
@@ -95,7 +96,7 @@ def compute_chunk(chunk: RowChunk, source: memoryview, output: memoryview) -> No
 
 
 def use_one_thread() -> None:
-    """Let this thread's operations not be shared out: the stream's threads are the parallelism."""
+    """Use one thread for each operation of this thread: the stream's threads are the parallelism."""
     if not hasattr(_of_thread, "is_limited"):
         torch.set_num_threads(1)
         _of_thread.is_limited = True
@@ -104,5 +105,5 @@ def use_one_thread() -> None:
 def _blocks() -> Blocks:
     if not hasattr(_of_thread, "blocks"):
         _of_thread.blocks = Blocks()
-    found: Blocks = _of_thread.blocks
-    return found
+    blocks: Blocks = _of_thread.blocks
+    return blocks

@@ -1,6 +1,6 @@
 """`python -m finetune_trainer.merge.expression_trial`: matches regular expressions against names of modules, within bounds.
 
-Standard input: `{"parent": PID, "seconds": N, "expressions": [...], "modules": [...]}`. It ends with 0 once all are matched.
+Standard input: `{"parent": PID, "seconds": N, "expressions": [...], "modules": [...]}`. It exits with 0 once all are matched.
 """
 
 from __future__ import annotations

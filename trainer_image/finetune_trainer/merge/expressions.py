@@ -1,7 +1,7 @@
-"""Do the regular expressions of an adapter's settings end? Tried in a process with bounds, before anything else uses them.
+"""A check that matching an adapter's regular expressions ends, in a bounded process, before anything else uses them.
 
-An adapter comes from anywhere, and a few characters, such as `(.*)*x`, keep a processor busy for years. Names without special
-characters, which is what most adapters have, are not tried.
+An adapter may come from anywhere, and a few characters, such as `(.*)*x`, keep a processor busy for years. Names without special
+characters, as most adapters have, are not tried.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from finetune_trainer.processes.sandbox import DATA_BYTES
 from finetune_trainer.weights.errors import UnsupportedAdapterError
 
 CPU_SECONDS = 20
-"""Of all expressions of a field on all modules. Honest ones take milliseconds."""
+"""Bound for all expressions of a field on all modules. Legitimate ones take milliseconds."""
 WALL_SECONDS = 600.0
-"""On a machine that gives a process a thirtieth of a CPU."""
+"""Wall-clock bound, for a machine that gives a process a thirtieth of a CPU."""
 _PLAIN = re.compile(r"[\w.\-/]*")
 _SHOWN = 80
 
 
 def require_expressions_that_end(config: Mapping[str, Any], modules: Collection[str]) -> None:
-    """modules: names inside the base model. Raises UnsupportedAdapterError naming the field of adapter_config.json.
+    """Match all expressions within bounds. modules: names inside the base model.
 
-    What is no expression at all says so where it is used.
+    Raises UnsupportedAdapterError naming the field of adapter_config.json. An invalid expression fails where it is used.
     """
     for field, written, expressions in _expressions(config):
         end = wait_for_answer(_trial(expressions, modules), WALL_SECONDS)
@@ -42,14 +42,14 @@ def require_expressions_that_end(config: Mapping[str, Any], modules: Collection[
 
 
 def _trial(expressions: Collection[str], modules: Collection[str]) -> Child:
-    """A program, because a merge has threads."""
+    """Start the trial as a program, because a merge has threads."""
     order = {"parent": os.getpid(), "seconds": CPU_SECONDS, "expressions": [*expressions], "modules": [*modules]}
     command = [sys.executable, "-m", "finetune_trainer.merge.expression_trial"]
     return start_answering(command, os.environ, json.dumps(order).encode(), 1)
 
 
 def _expressions(config: Mapping[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
-    """Field, what is written there, and what PEFT makes of it."""
+    """Yield each field, its value, and the expressions that PEFT makes from it."""
     for field in ("target_modules", "exclude_modules", "feedforward_modules"):
         value = config.get(field)
         if isinstance(value, str) and not _PLAIN.fullmatch(value):

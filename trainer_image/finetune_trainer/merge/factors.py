@@ -1,4 +1,4 @@
-"""The factors of one LoRA, rsLoRA or DoRA layer -> the change of the parameter that they adapt, their shapes checked."""
+"""The factors of one LoRA, rsLoRA or DoRA layer -> the change of the parameter that they adapt, with checked shapes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def module_change(
 
 
 def bias_change(module: str, found: LayerTensors, bias: StoredParameter | None, settings: AdapterSettings) -> Addition | None:
-    """What lora_bias adds to a module's bias; None without it. Raises UnsupportedAdapterError if there is none to add to."""
+    """The addition of lora_bias to a module's bias; None without lora_bias. Raises UnsupportedAdapterError if the module has no
+    bias.
+    """
     trained = found.get("lora_B.bias")
     if trained is None:
         return None
@@ -57,7 +59,7 @@ def bias_change(module: str, found: LayerTensors, bias: StoredParameter | None, 
 def convolution_changes(
     module: str, found: LayerTensors, base: Mapping[str, TensorHeader], settings: AdapterSettings, config: Mapping[str, Any]
 ) -> dict[str, ModuleMerge]:
-    """A convolution, by its parameters' names: PEFT's own layer merges it. Raises the AdapterTensor... errors."""
+    """Changes of a convolution by its parameters' names; PEFT's own layer merges it. Raises the AdapterTensor... errors."""
     weight = base["weight"]
     _require(module, found, {"lora_A", "lora_B", *_further(settings)})
     rank = settings.rank(module)
@@ -83,7 +85,7 @@ def convolution_changes(
 
 
 def check_shapes(found: LayerTensors, expected: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Raises AdapterTensorMisshapedError naming the tensor, its shape and the one that fits."""
+    """Raise AdapterTensorMisshapedError naming the tensor, its shape and the one that fits, if a shape is wrong."""
     for part, tensor in found.items():
         if tensor.shape != expected[part]:
             raise AdapterTensorMisshapedError(
@@ -102,21 +104,21 @@ def _further(settings: AdapterSettings) -> set[str]:
     return parts | ({"lora_B.bias"} if settings.lora_bias else set())
 
 
-def _require(module: str, found: LayerTensors, wanted: set[str]) -> None:
-    for part in sorted(wanted - found.keys()):
-        present = sorted(tensor.name for tensor in found.values())
+def _require(module: str, tensors: LayerTensors, wanted: set[str]) -> None:
+    for part in sorted(wanted - tensors.keys()):
+        present = sorted(tensor.name for tensor in tensors.values())
         raise AdapterTensorMissingError(
             f"adapter tensor {INSIDE_PEFT}{module}.{part} is missing, although {present} are there. Save the adapter again."
         )
-    for part in sorted(found.keys() - wanted):
+    for part in sorted(tensors.keys() - wanted):
         raise AdapterTensorUnknownError(
-            f"adapter tensor {found[part].name}: adapter_config.json does not say that {module} has a {part} (use_dora, "
+            f"adapter tensor {tensors[part].name}: adapter_config.json does not say that {module} has a {part} (use_dora, "
             "lora_bias). The file and its configuration belong to different adapters."
         )
 
 
 def _linear_or_conv1d(a: TensorHeader, b: TensorHeader, weight: tuple[int, ...], model_type: str) -> Orientation:
-    """By shape; the model type decides where the weight is square."""
+    """Orientation by shape; the model type decides if the weight is square."""
     fits = weight == (b.shape[0] if b.shape else 0, a.shape[-1] if a.shape else 0)
     fits_transposed = weight == (a.shape[-1] if a.shape else 0, b.shape[0] if b.shape else 0)
     if fits and fits_transposed:

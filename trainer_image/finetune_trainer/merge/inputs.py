@@ -1,7 +1,7 @@
-"""The directories that are merged, as a plan: base and adapters are read, identified by content, and watched for changes.
+"""The input directories as a plan: base and adapters are read, identified by content, and watched for changes.
 
-Of weights only headers are read, except where an adapter says that it holds some values twice. Weights of the base are identified
-by their files' headers, ends, sizes and times: to hash them would take as long as the merge.
+Of weights only headers are read, except if an adapter claims to hold some values twice. Weights of the base are identified by
+their files' headers, ends, sizes and times, because hashing them would take as long as the merge.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ TOKENIZER_FILE = "tokenizer.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
 
 FINGERPRINT_BYTES = 64 << 10
-"""Read from each end of every base shard to tell models of equal layout apart."""
+"""Bytes that are read from each end of every base shard to distinguish models of equal layout."""
 
 MALFORMED_SETTING_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, re.error)
-"""What reading a setting raises that is of another kind than it should be."""
+"""Errors from reading a setting of another type than expected."""
 
 _TRANSPOSED = {"lora_A.weight": "lora_embedding_B", "lora_B.weight": "lora_embedding_A"}
-"""Part on the output embeddings -> the one on the input embeddings that it is the transpose of."""
+"""Part on the output embeddings -> the part on the input embeddings of which it is the transpose."""
 _ROWS = frozenset({TOKENS_PART, f"{TOKENS_BASE}.weight", "trainable_tokens_delta", "base_layer.weight"})
 """Parts of a module with trained rows."""
 
@@ -62,25 +62,25 @@ _ROWS = frozenset({TOKENS_PART, f"{TOKENS_BASE}.weight", "trainable_tokens_delta
 def plan_merge(
     base: Path, adapters: Sequence[Path], dtype: str | None, max_shard_bytes: int, quantization: Quantization | None = None
 ) -> MergePlan:
-    """The plan of a merge, from headers and configurations only: cheap enough for preflight. Raises MergeError.
+    """Plan a merge from headers and configurations only, which is cheap enough for preflight. Raises MergeError.
 
-    quantization: merge into what a training with these settings saw of the base, else into the base as stored.
+    quantization: merge into the base as a training with these settings saw it; None: into the base as stored.
     """
     checkpoint, config = read_checkpoint(base), read_json(base / CONFIG_FILE)
     model = read_stored_model(checkpoint, config)
     quantized: dict[str, Quantization] = {}
     if quantization is not None:
-        # Imports transformers, which takes more memory than the merge itself: only if it is needed.
+        # Imports transformers, which takes more memory than the merge itself, so only if it is needed.
         from finetune_trainer.merge.quantized_base import quantized_tensors
 
         quantized = quantized_tensors(base, model, quantization)
     try:
-        # Before any values are compared: these may be as many as an adapter's file says.
+        # Checked before any values are compared, whose number is up to the adapter's file.
         model = with_adapters_vocabulary(model, adapters)
         headers = [read_adapter_headers(adapter, model) for adapter in adapters]
         modules = {path.rpartition(".")[0] for path in model.parameters}
-        for each in headers:
-            require_expressions_that_end(each.config, modules)
+        for adapter_headers in headers:
+            require_expressions_that_end(adapter_headers.config, modules)
         return merge_plan(
             base=checkpoint.tensors,
             base_config=config,
@@ -91,7 +91,7 @@ def plan_merge(
             quantized=quantized,
         )
     except MALFORMED_SETTING_ERRORS as error:
-        # Settings are taken as PEFT writes them; one of another kind shows where it is used.
+        # Settings are read as PEFT writes them; one of another type fails where it is used.
         files = ", ".join(str(adapter / ADAPTER_CONFIG_FILE) for adapter in adapters)
         raise UnsupportedAdapterError(
             f"{files}: holds a value of a kind that PEFT does not write ({type(error).__name__}: {str(error)[:300]}). "
@@ -100,16 +100,16 @@ def plan_merge(
 
 
 def with_adapters_vocabulary(model: StoredModel, adapters: Sequence[Path]) -> StoredModel:
-    """The model with embeddings as large as the adapters have them. Raises as `with_saved_vocabulary` and `read_adapter` do."""
+    """The model with embeddings as large as in the adapters. Raises as `with_saved_vocabulary` and `read_adapter` do."""
     return with_saved_vocabulary(model, [read_adapter(adapter).tensors for adapter in adapters])
 
 
 def tokenizer_directory(base: Path, adapters: Sequence[Path], num_rows: int | None) -> Path:
-    """Whose tokenizer the merged model gets: the last adapter's that has one, else the base's.
+    """Directory of the merged model's tokenizer: the last adapter's that has one, else the base's.
 
-    num_rows: of embeddings that were made larger; then tokens were added, and a tokenizer of an adapter that has fewer than the
-    base's is not the one of this training. None: they are the base's. Raises UnsupportedAdapterError for a tokenizer whose tokens
-    have no rows.
+    num_rows: of enlarged embeddings; then tokens were added, and an adapter's tokenizer with fewer tokens than the base's is not
+    the one of this training. None: they are not enlarged. Raises UnsupportedAdapterError for a tokenizer whose tokens have no
+    rows.
     """
     with_tokenizer = [adapter for adapter in reversed(adapters) if _has_tokenizer(adapter)]
     if num_rows is None:
@@ -138,9 +138,9 @@ def _has_tokenizer(directory: Path) -> bool:
 
 
 def num_tokens(directory: Path) -> int:
-    """One more than the highest token id that the directory's tokenizer has; 0 where none is named. Raises MergeError.
+    """Highest token id of the directory's tokenizer plus one; 0 if it names no tokens. Raises MergeError.
 
-    A tokenizer that keeps its own vocabulary in another form than tokenizer.json is known by its added tokens alone.
+    Of a tokenizer with its own vocabulary format instead of tokenizer.json, only added tokens are known.
     """
     try:
         return 1 + max((number for number in _token_ids(directory) if isinstance(number, int)), default=-1)
@@ -164,7 +164,7 @@ def _token_ids(directory: Path) -> Iterator[Any]:
 
 
 def read_adapter_headers(directory: Path, model: StoredModel) -> AdapterHeaders:
-    """model: of the base. Raises BrokenCheckpointError, MergeError."""
+    """Read an adapter. model: of the base. Raises BrokenCheckpointError, MergeError."""
     config = read_json(directory / ADAPTER_CONFIG_FILE)
     tensors = _without_second_copies(read_adapter(directory).tensors)
     for name in list(_unchanged(tensors, model)):
@@ -173,11 +173,11 @@ def read_adapter_headers(directory: Path, model: StoredModel) -> AdapterHeaders:
 
 
 def _without_second_copies(tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-    """Without the further names that PEFT writes of a parameter of a module that it saves whole, each under its plain name.
+    """Remove the further names that PEFT writes for a parameter of a module that it saves whole; its plain name stays.
 
-    With `save_embedding_layers`, or where the vocabulary was resized, embeddings are there as `<module>.weight`, again as
-    `<module>.modules_to_save.weight`, and as they were before the training as `<module>.original_module.weight`; with bias "all"
-    so are biases. Raises AdapterTensorDuplicateError for a copy that differs.
+    With `save_embedding_layers`, or after a resize of the vocabulary, files hold embeddings as `<module>.weight`, again as
+    `<module>.modules_to_save.weight`, and with their values before the training as `<module>.original_module.weight`; with bias
+    "all" also biases. Raises AdapterTensorDuplicateError for a copy that differs.
     """
     kept = dict(tensors)
     for name, tensor in tensors.items():
@@ -196,11 +196,10 @@ def _without_second_copies(tensors: Mapping[str, TensorHeader]) -> dict[str, Ten
 
 
 def _copies(tensors: Mapping[str, TensorHeader], model: StoredModel, config: Mapping[str, Any]) -> Iterator[str]:
-    """Names of the tensors of modules that have the same adapter, or are saved with the same values, as the module that they are
-    tied to.
+    """Names of tensors of modules that have the same adapter or the same saved values as the module that they are tied to.
 
     config: adapter_config.json. If it does not say that they were trained as one, only whole parameters and trained rows of the
-    same tokens are looked at.
+    same tokens are compared.
     """
     are_tied = bool(config.get("ensure_weight_tying"))
     indices = config.get("trainable_token_indices")
@@ -216,7 +215,7 @@ def _copies(tensors: Mapping[str, TensorHeader], model: StoredModel, config: Map
 
 
 def _unchanged(tensors: Mapping[str, TensorHeader], model: StoredModel) -> Iterator[str]:
-    """Names of whole tied parameters that have the base's own values: PEFT saves embeddings that nobody trained, too."""
+    """Names of whole tied parameters with the base's own values: PEFT also saves embeddings that were not trained."""
     for tie in model.ties:
         stored = model.parameters[tie.source].parts[0].header
         for path in tie.paths:
@@ -234,7 +233,7 @@ def _is_copy(name: str, tensor: TensorHeader, prefix: str, first: str, tensors: 
 
 
 def _are_transposes(first: TensorHeader, second: TensorHeader) -> bool:
-    # Only here: merges that have nothing to compare copy bytes before torch is imported.
+    # Imported here, since merges without comparisons copy bytes before torch is imported.
     import torch
 
     from finetune_trainer.weights.rounding import TORCH_DTYPES
@@ -267,17 +266,17 @@ class MergeInputs:
         return cls(weights, others, {name: _state(path) for name, path in (weights | others).items()})
 
     def digests(self) -> dict[str, str]:
-        """What the plan's digest is made from: sha256 of the adapters' files whole, of the base's the ends."""
+        """Digests that enter the plan's digest: sha256 of the adapters' whole files and of the ends of the base's files."""
         return {name: _fingerprint(path) for name, path in self.base_weights.items()} | {
             name: file_sha256(path) for name, path in self.others.items()
         }
 
     def identity(self) -> dict[str, list[int]]:
-        """`states`, as JSON: what a merge that was begun before must have been begun with."""
+        """`states` as JSON, which must be equal for a merge to continue an earlier one."""
         return {name: list(state) for name, state in self.states.items()}
 
     def require_unchanged(self, digests: dict[str, str]) -> None:
-        """That no file has changed since `of`. digests: from then. Raises InputChangedError naming the file."""
+        """Check that no file has changed since `of`. digests: from then. Raises InputChangedError naming the file."""
         for name, path in (self.base_weights | self.others).items():
             try:
                 is_same = _state(path) == self.states[name]
@@ -295,12 +294,12 @@ class MergeInputs:
 
 def _state(path: Path) -> tuple[int, int]:
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError as error:
         raise BrokenCheckpointError(f"{path}: the file is missing. Fetch or save it again.") from error
     except OSError as error:
         raise BrokenCheckpointError(f"{path}: cannot be looked at ({error.strerror}). Fetch or save it again.") from error
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns
 
 
 def _fingerprint(path: Path) -> str:

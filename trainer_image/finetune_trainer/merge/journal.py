@@ -1,8 +1,8 @@
-"""What of an unfinished output is on disk for certain: an append-only file next to it, which is the output's lock as well.
+"""The durable part of an unfinished output: an append-only file beside the output, which is also the output's lock.
 
 One line per record: a checksum, a space, JSON. The first names the plan and the inputs; every other one a file, a number of bytes
-and their sha256, and is written only after a sync of that file. So a line that can be read is true of the disk, whenever the
-process or the machine stopped; a torn last line says nothing. Called by writer.py; records are made by journal_writer.py.
+and their sha256, and is written only after a sync of that file. So a readable line is true of the disk, whenever the process or
+the machine stopped; a torn last line is ignored. Called by writer.py; journal_writer.py makes the records.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Durable:
 
 
 class Journal:
-    """The journal of one output, locked while it is open. Safe to append to from several threads.
+    """The journal of one output, locked while it is open. Several threads may append to it.
 
     Raises OutputBusyError when another process holds it, StorageError when the disk fails.
     """
@@ -52,9 +52,9 @@ class Journal:
             with translate_os_errors(path, "read"):
                 records, num_bytes = _read_records(path)
             self.is_continued = bool(records) and records[0] == head
-            """Whether what is next to it is this very merge, begun before."""
+            """Whether the output beside it belongs to this merge, which was begun before."""
             self.durable: dict[str, Durable] = {}
-            """By file name, as found when the journal was opened."""
+            """Durable parts by file name, when the journal was opened."""
             if self.is_continued:
                 for record in records[1:]:
                     self.durable[record["file"]] = Durable(record["num_bytes"], record["sha256"])
@@ -69,18 +69,18 @@ class Journal:
             raise
 
     def record(self, file_name: str, durable: Durable) -> None:
-        """Notes what the caller has just synced."""
+        """Record what the caller has just synced."""
         with self._appending:
             self._append({"file": file_name, "num_bytes": durable.num_bytes, "sha256": durable.sha256})
             self.has_records = True
 
     def remove(self) -> None:
-        """Deletes the file, then gives up the lock: what it told of has its final name, or is gone."""
+        """Delete the file, then release the lock: the recorded files have their final names, or are gone."""
         self.path.unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:
-        """Gives up the lock."""
+        """Release the lock."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -94,7 +94,7 @@ class Journal:
 
 
 def _lock(path: Path) -> int:
-    """Descriptor of the file at `path`, made if it is missing, with the lock."""
+    """Open or create the file at `path` and lock it; returns its descriptor."""
     while True:
         with translate_os_errors(path, "written"):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -111,7 +111,7 @@ def _lock(path: Path) -> int:
                 raise
             log.warning("%s: this file system has no locks; nothing else may merge into the same output meanwhile", path)
             return descriptor
-        # The holder before may have deleted the file after it was opened here: then nobody else would see this lock.
+        # The previous holder may have deleted the file after it was opened here; then no other process would see this lock.
         try:
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor

@@ -1,4 +1,4 @@
-"""Makes what is written of shards durable and notes it in the journal, while other threads write. Called by stream.py."""
+"""Makes written parts of shards durable and records them in the journal, while other threads write. Called by stream.py."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from finetune_trainer.merge.journal import Durable, Journal
 from finetune_trainer.merge.shard_file import ShardFile
 
 JOURNAL_BYTES = 1 << 30
-"""Of a shard that are synced and noted at once, at the end of a matrix: of each, a kill costs that and one matrix at most."""
+"""Bytes of a shard that are synced and recorded at once, at the end of a matrix. A kill costs at most that and one matrix per
+shard.
+"""
 
 
 class JournalWriter:
-    """Syncs shards and notes in the journal what is durable, in a thread of its own, in the order of `note`.
+    """Syncs shards and records durable parts in the journal, in a thread of its own, in the order of `note`.
 
-    Safe to use from several threads, one for each file.
+    Several threads may use it, one for each file.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -27,7 +29,7 @@ class JournalWriter:
         self._noted: dict[str, int] = {}
 
     def wants(self, file: ShardFile, num_bytes: int) -> bool:
-        """Whether the file's first `num_bytes`, at the end of a matrix, are worth a note. If so, the caller calls `note`."""
+        """Whether the file's first `num_bytes`, at the end of a matrix, are worth a record. If so, the caller calls `note`."""
         with self._lock:
             self._raise_failures(wait=False)
             since = num_bytes - self._noted.setdefault(file.path.name, file.num_done)
@@ -37,16 +39,16 @@ class JournalWriter:
             return True
 
     def note(self, file: ShardFile, written: Durable) -> None:
-        """The file's first bytes are written: make them durable, and that known."""
+        """Sync the file's first bytes, which are written, and record them."""
         with self._lock:
             self._pending.append(self._thread.submit(self._sync, file, written))
 
     def wait(self) -> None:
-        """Until everything is durable. Raises StorageError."""
+        """Wait until everything is durable. Raises StorageError."""
         self._raise_failures(wait=True)
 
     def close(self) -> None:
-        """After a failure, too, what is written gets noted."""
+        """Finish pending records, also after a failure."""
         self._thread.shutdown(wait=True)
 
     def _sync(self, file: ShardFile, durable: Durable) -> None:

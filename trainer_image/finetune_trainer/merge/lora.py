@@ -1,8 +1,7 @@
-"""What one adapter of LoRA's family does to the parameters of the base model, trained rows of embeddings included.
+"""Changes of the base model's parameters by one adapter of LoRA's family, trained rows of embeddings included.
 
 In: the adapter's headers and settings, and where the base's parameters are stored. Out: an AdapterChanges, by the model's own
-parameter paths. Every adapter tensor is used, or it is an error. Called for `peft_type` LORA; non_lora.py does the same for the
-others.
+parameter paths. Every adapter tensor is used, or it is an error. This is for `peft_type` LORA; non_lora.py is for the others.
 """
 
 from __future__ import annotations
@@ -39,12 +38,14 @@ Tokens = Mapping[str, TensorHeader]
 
 
 def lora_changes(adapter: AdapterHeaders, model: StoredModel, base_config: Mapping[str, Any]) -> AdapterChanges:
-    """Raises UnsupportedAdapterError, UnsupportedBaseError and the AdapterTensor... errors, naming field or tensor."""
+    """Changes of an adapter. Raises UnsupportedAdapterError, UnsupportedBaseError and the AdapterTensor... errors, naming field
+    or tensor.
+    """
     return _Lora(adapter, model, str(base_config.get("model_type"))).changes()
 
 
 class _Lora:
-    """One adapter on its way to an AdapterChanges."""
+    """Turns one adapter into an AdapterChanges."""
 
     def __init__(self, adapter: AdapterHeaders, model: StoredModel, model_type: str) -> None:
         self._adapter = adapter
@@ -54,7 +55,7 @@ class _Lora:
         self._result = AdapterChanges()
 
     def changes(self) -> AdapterChanges:
-        """All that the adapter does."""
+        """All changes of the adapter."""
         tensors = self._adapter.tensors
         on_parameters = parameter_changes(self._model, tensors, self._settings)
         self._result.matrices += on_parameters.changes
@@ -71,27 +72,29 @@ class _Lora:
         return self._result
 
     def _add_factors(self, parsed: ParsedAdapter) -> set[str]:
-        """Paths of the weights that have factors."""
+        """Add the changes by factors; returns the paths of their weights."""
         adapted = set()
-        for (module, depth), found in parsed.factors.items():
-            example = next(iter(found.values())).name
+        for (module, depth), factors in parsed.factors.items():
+            example = next(iter(factors.values())).name
             weight = self._parameter(f"{module}.weight", example)
             path = self._model.path(f"{module}.weight")
             self._require_target(module, depth, path, example)
             adapted.add(path)
-            if all(tensor.name in self._adapter.copies for tensor in found.values()):
+            if all(tensor.name in self._adapter.copies for tensor in factors.values()):
                 continue
             if len(weight.shape) > 2:
-                self._add_convolution(module, found)
+                self._add_convolution(module, factors)
                 continue
-            self._result.add(path, module_change(module, found, weight, self._settings, self._model_type))
-            bias = bias_change(module, found, self._model.parameter(f"{module}.bias"), self._settings)
+            self._result.add(path, module_change(module, factors, weight, self._settings, self._model_type))
+            bias = bias_change(module, factors, self._model.parameter(f"{module}.bias"), self._settings)
             if bias is not None:
                 self._result.add(self._model.path(f"{module}.bias"), bias)
         return adapted
 
     def _require_target(self, module: str, depth: int, path: str, example: str) -> None:
-        """PEFT drops tensors of modules that adapter_config.json does not target when it loads the file, without an error."""
+        """Refuse tensors of modules that adapter_config.json does not target, which PEFT silently drops when it loads the
+        file.
+        """
         settings = self._settings
         if depth == 0:
             names = {module, module_of(path)}
@@ -106,19 +109,19 @@ class _Lora:
         )
 
     def _parameter(self, path: str, example: str) -> StoredParameter:
-        found = self._model.parameter(path)
-        if found is None:
+        parameter = self._model.parameter(path)
+        if parameter is None:
             raise absent_in_base(example, path)
-        return found
+        return parameter
 
-    def _add_convolution(self, module: str, found: LayerTensors) -> None:
+    def _add_convolution(self, module: str, factors: LayerTensors) -> None:
         parameters = {name: self._model.parameter(f"{module}.{name}") for name in ("weight", "bias")}
         base = {name: parameter.parts[0].header for name, parameter in parameters.items() if parameter is not None}
-        for name, change in convolution_changes(module, found, base, self._settings, self._adapter.config).items():
+        for name, change in convolution_changes(module, factors, base, self._settings, self._adapter.config).items():
             self._result.add(self._model.path(f"{module}.{name}"), change)
 
     def _add_whole(self, module: str, name: str, tensor: TensorHeader) -> None:
-        """A parameter of a module that was trained whole."""
+        """Add a parameter of a module that was trained whole."""
         path = self._whole_path(module, name, tensor, is_base_copy=False)
         if tensor.name in self._adapter.copies:
             return
@@ -127,12 +130,12 @@ class _Lora:
                 f"adapter tensors {tensor.name} and factors of {module} both change {path}. Save the adapter again."
             )
         self._replace(path, tensor)
-        # Where sizes differ, there is no other value for what is tied to it.
+        # If sizes differ, tied parameters can have no other value.
         if self._model.num_rows is not None and path in self._model.embeddings and not self._settings.is_saved_whole(module):
             follow_ties(path, tensor, self._model, saved_parameters(self._adapter, self._model), self._result)
 
     def _add_base_copy(self, module: str, name: str, tensor: TensorHeader) -> None:
-        """PEFT loads it into the base model itself, and thereby into every parameter that shares its memory."""
+        """Add a base copy, which PEFT loads into the base model itself, and so into every parameter that shares its memory."""
         path = self._whole_path(module, name, tensor, is_base_copy=True)
         if tensor.name in self._adapter.copies:
             return
@@ -160,7 +163,7 @@ class _Lora:
         return name == "bias" and (bias == "all" or (bias == "lora_only" and self._settings.targets(module)))
 
     def _whole_path(self, module: str, name: str, tensor: TensorHeader, *, is_base_copy: bool) -> str:
-        """Path of the parameter that the tensor holds, once it is sure that it may, and fits."""
+        """Path of the tensor's parameter, after checking that the adapter may hold it and that it fits."""
         parameter = self._parameter(f"{module}.{name}", tensor.name)
         # PEFT saves them whole although the configuration does not name them, if the vocabulary was resized in training.
         is_embedding = self._model.path(f"{module}.{name}") in self._model.embeddings or (is_base_copy and name == "weight")
@@ -179,7 +182,7 @@ class _Lora:
 
 
 def add_token_rows(tokens: Tokens, model: StoredModel, settings: AdapterSettings, result: AdapterChanges) -> None:
-    """What is tied to the input embeddings follows their rows, unless it has rows of its own.
+    """Add trained rows. A parameter tied to the input embeddings gets their rows, unless it has rows of its own.
 
     Raises UnsupportedAdapterError and the AdapterTensor... errors.
     """
@@ -227,7 +230,7 @@ def _require_all(tokens: Tokens, model: StoredModel, settings: AdapterSettings) 
     for name, indices in settings.token_indices.items():
         if any(module.endswith(name) for module in tokens):
             continue
-        # PEFT writes what is tied and has the same indices only once.
+        # PEFT writes tied rows with the same indices only once.
         sources = {module_of(tied[path]) for path in tied if module_of(path).endswith(name)}
         if not any(source in tokens and settings.tokens_of(source, is_input_embedding=True) == indices for source in sources):
             raise _missing(name)

@@ -1,7 +1,7 @@
-"""The merge, start to end: headers -> plan -> stream -> publish. The way in for the merge role, the CLI and tests.
+"""The merge from start to end: headers -> plan -> stream -> publish. It is the entry point for the merge role, the CLI and tests.
 
-In: directories. Out: the merged model under its final name, and a MergeReport. A merge that was killed is simply run again: it
-continues from what is on disk for certain, and a finished output of the same plan is accepted as done.
+In: directories. Out: the merged model under its final name, and a MergeReport. A killed merge is simply run again: it continues
+from what is durable, and a finished output of the same plan is accepted as done.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """base, adapters: existing directories, adapters merged in this order. output: created.
+    """Options of a merge.
 
-    dtype: None keeps the base's, or bfloat16, float16, float32. quantization: merge into what a QLoRA training with these
-    settings saw of the base; None merges into the base as stored. device: of matrix products; PEFT's bits are promised for cpu
-    alone.
+    base, adapters: existing directories; adapters are merged in this order. output: created. dtype: None keeps the base's; else
+    bfloat16, float16, float32. quantization: merge into the base as a QLoRA training with these settings saw it; None merges into
+    the base as stored. device: of matrix products; PEFT's bits are promised only for cpu.
     """
 
     base: Path
@@ -42,19 +42,20 @@ class MergeOptions:
     quantization: Quantization | None = None
     device: str = "cpu"
     base_root: Path | None = None
-    """Below which links of the base may lead; None: as `link_root` says of a directory on no claim."""
+    """Directory below which links of the base may lead; None: that of `link_root` for a directory on no claim."""
 
     def root_of(self, directory: Path) -> Path:
-        """Below which links of the base or of an adapter may lead."""
+        """Directory below which links of the base or of an adapter may lead."""
         return self.base_root if directory == self.base and self.base_root is not None else link_root(directory)
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """Figures of a finished merge. bytes_resumed: of shards that an earlier, killed merge had finished.
+    """Figures of a finished merge.
 
-    whole_tensors: those of which a matrix had to be computed at once (see stream.py). num_rows: of embeddings that were made
-    larger than the base's. left_out: weights next to the base that are no part of it, and so not of the merged model.
+    bytes_resumed: of shards that an earlier, killed merge had finished. whole_tensors: tensors of which a matrix had to be
+    computed at once (see stream.py). num_rows: of embeddings that were made larger than the base's. left_out: weights beside the
+    base that belong neither to it nor to the merged model.
     """
 
     output: Path
@@ -74,10 +75,10 @@ class MergeReport:
 
 
 def merge_adapter(options: MergeOptions, progress: ProgressCallback | None = None) -> MergeReport:
-    """Merges or finds the merge done. progress: called with (bytes of weights that are there, bytes in all).
+    """Merge, or find the merge done. progress: called with (bytes of existing weights, bytes in all).
 
-    Raises subclasses of MergeError, each with a `reason`; then no directory called `options.output` was made. After a
-    StorageError what was finished is kept for the next merge, after others nothing is.
+    Raises subclasses of MergeError, each with a `reason`; then `options.output` was not created. After a StorageError finished
+    parts are kept for the next merge, after other errors nothing is.
     """
     started = time.monotonic()
     _require_another_output(options)
@@ -97,7 +98,7 @@ def merge_adapter(options: MergeOptions, progress: ProgressCallback | None = Non
         tokenizer = tokenizer_directory(options.base, options.adapters, plan.num_rows)
         directory = OutputDirectory(options.output, digest, inputs.identity())
         try:
-            # Another merge may have ended between the two lines above.
+            # Another merge may have ended before the lock was taken.
             existing = complete_manifest(options.output, digest)
         except BaseException:
             directory.close(keep=True)
@@ -125,7 +126,7 @@ def _write(
     plan_sha256: str,
     progress: ProgressCallback | None,
 ) -> tuple[list[WrittenFile], StreamResult]:
-    """Everything that the output consists of, under its final name."""
+    """Write the whole output under its final name."""
     try:
         shards = directory.open_shards(plan)
         try:
@@ -153,7 +154,7 @@ def _require_another_output(options: MergeOptions) -> None:
 
 
 def _require_links_inside(options: MergeOptions) -> None:
-    """Raises BrokenCheckpointError for a link that leads elsewhere: what it leads to would be in the merged model."""
+    """Raise BrokenCheckpointError for a link that leads elsewhere, whose target would become part of the merged model."""
     for directory in (options.base, *options.adapters):
         for error in links_outside(directory, options.root_of(directory)) if directory.is_dir() else ():
             raise BrokenCheckpointError(f"{error.filename}: {error.strerror}. Put the file itself in its place.")
@@ -174,7 +175,7 @@ def _report(
     result: StreamResult | None,
     left_out: Sequence[str],
 ) -> MergeReport:
-    """result: None if the merge was found done."""
+    """result: None if the merge was already done."""
     done = result or StreamResult()
     return MergeReport(
         output=options.output,

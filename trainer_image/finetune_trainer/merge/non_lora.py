@@ -1,9 +1,9 @@
-"""What an adapter of a method outside LoRA's family does to the base model: PEFT's layers merge its modules one by one.
+"""Changes of the base model by an adapter of a method outside LoRA's family: PEFT's layers merge its modules one by one.
 
 In: the adapter's tensors and settings, and where the base's parameters are stored. Out: changes and whole replacements by the
-model's own parameter paths, for resolve_changes.py. Called for every `peft_type` but LORA. PEFT's layer classes, imported for it,
-are asked what tensors they have, so that a missing, unknown or wrongly shaped one is found before a byte is written.
-An adapter tensor is named `base_model.model.<module>.<part>`, or `base_model.<part>` if modules share it.
+model's own parameter paths, for resolve_changes.py. Called for every `peft_type` but LORA. PEFT's layer classes list their
+tensors, so that a missing, unknown or wrongly shaped one is detected before a byte is written. An adapter tensor is named
+`base_model.model.<module>.<part>`, or `base_model.<part>` if modules share it.
 """
 
 from __future__ import annotations
@@ -113,9 +113,13 @@ def _chosen(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _header(model: StoredModel, path: str) -> TensorHeader | None:
-    """The stored tensor that holds this parameter and nothing else."""
-    found = model.parameter(path)
-    return found.parts[0].header if found is not None and len(found.parts) == 1 and found.parts[0].expert is None else None
+    """The stored tensor that holds exactly this parameter."""
+    parameter = model.parameter(path)
+    return (
+        parameter.parts[0].header
+        if parameter is not None and len(parameter.parts) == 1 and parameter.parts[0].expert is None
+        else None
+    )
 
 
 def _supported(config: Mapping[str, Any]) -> str:
@@ -130,7 +134,9 @@ def _supported(config: Mapping[str, Any]) -> str:
 
 
 def _split(name: str, model: StoredModel) -> tuple[str, str]:
-    """Adapter tensor name -> (module of the base model, the part within it): the longest beginning that has a weight."""
+    """Adapter tensor name -> (module of the base model, the part within it). The module is the longest beginning that has a
+    weight.
+    """
     parts = name.removeprefix(INSIDE_PEFT).split(".")
     for length in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:length])
@@ -153,9 +159,9 @@ def _replace(result: AdapterChanges, name: str, tensor: TensorHeader, model: Sto
 def _add_tokens(
     tokens: Mapping[str, TensorHeader], model: StoredModel, config: Mapping[str, Any], result: AdapterChanges
 ) -> None:
-    """Trained rows. What is tied to an embedding follows it: PEFT trains the same rows there, and writes them once more.
+    """Add trained rows. Parameters tied to an embedding get the same rows: PEFT trains them there, and writes them once more.
 
-    Rows of a tied head alone are the head's: the embedding stays as it is, and the merged model's are two.
+    If only a tied head has rows, the embedding stays as it is, and the two are separate in the merged model.
     """
     indices = tuple(config.get("token_indices") or ())
     for module, tensor in tokens.items():
@@ -180,13 +186,13 @@ def _add_tokens(
 
 
 def _parameters(module: str, model: StoredModel, replacements: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-    found = {}
+    headers = {}
     for name in _WEIGHT_AND_BIAS:
         path = f"{module}.{name}"
         header = replacements.get(model.path(path)) or _header(model, path)
         if header is not None:
-            found[name] = header
-    return found
+            headers[name] = header
+    return headers
 
 
 def _layer(

@@ -1,10 +1,11 @@
 """Adapters on parameters of a model rather than on its modules: PEFT's target_parameters, above all fused experts.
 
-In: headers of the base (StoredModel) and of the adapter. Out: changes of stored matrices, and which adapter tensors they use.
-PEFT 0.21.2 wraps a module once for each of its adapted parameters, so that tensors are named by their place in the nest: with
-gate_up and down adapted, `experts.lora_A.weight` belongs to down, which was wrapped last, and `experts.base_layer.lora_A.weight`
-to gate_up (tuners/tuners_utils.py, `_inject_parameters`). Adapters of older versions hold factors of single experts, which PEFT
-fuses when it loads them (utils/transformers_weight_conversion.py); they are merged with the bits that this gives.
+In: headers of the base (StoredModel) and of the adapter. Out: changes of stored matrices, and the adapter tensors that they use.
+
+PEFT 0.21.2 wraps a module once for each of its adapted parameters, so that tensors are named by their nesting: with gate_up and
+down adapted, `experts.lora_A.weight` belongs to down, which was wrapped last, and `experts.base_layer.lora_A.weight` to gate_up
+(tuners/tuners_utils.py, `_inject_parameters`). Adapters of older versions hold factors of single experts, which PEFT fuses when
+it loads them (utils/transformers_weight_conversion.py); they are merged with the same bits.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from finetune_trainer.weights.stored import ExpertPart, ExpertProjection, Stored
 PARAMETER_ORDER = (
     "w1", "v1", "w2", "gate_up_proj", "gate_up_proj_bias", "gate_proj", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias",
 )  # fmt: skip
-"""In which order modules of transformers 5.23 register parameters of these names, which decides how PEFT nests its wrappers."""
+"""Order in which modules of transformers 5.23 register parameters of these names, which decides how PEFT nests its wrappers."""
 ROUTER = "gate"
 """The router's module where PEFT converts old adapters: a linear layer then, a module with a bare parameter now."""
 
 _FACTOR = re.compile(rf"{re.escape(INSIDE_PEFT)}(?P<module>.+?)(?P<nest>(?:\.base_layer)*)\.lora_(?P<factor>[AB])\.weight")
 
 WrapperKey = tuple[str, int]
-"""Module by the model's own path, and the number of wrappers around the one that is meant."""
+"""Module by the model's own path, and the number of wrappers around the adapter."""
 
 
 @dataclass(frozen=True)
 class MatrixChange:
-    """What an adapter does to one matrix of a stored tensor."""
+    """The change of one matrix of a stored tensor by an adapter."""
 
     stored: TensorHeader
     matrix: int
@@ -52,7 +53,7 @@ class MatrixChange:
 
 @dataclass
 class ParameterChanges:
-    """All that an adapter does to parameters, and the names of the adapter tensors that it does it with."""
+    """All changes of parameters by an adapter, and the names of the adapter tensors that they use."""
 
     changes: list[MatrixChange] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
@@ -62,10 +63,10 @@ class ParameterChanges:
 
 @dataclass
 class _FactorPair:
-    """Factors at one place, by their letter."""
+    """Factors of one wrapper, by their letter."""
 
     module: str
-    """As the adapter spells it."""
+    """Name of the module in the adapter."""
     factors: dict[str, TensorHeader] = field(default_factory=dict)
 
     def both(self) -> tuple[TensorHeader, TensorHeader]:
@@ -95,14 +96,14 @@ def parameter_changes(stored: StoredModel, adapter: Mapping[str, TensorHeader], 
         )
     for module, parameters in targeted.items():
         for depth, parameter in enumerate(reversed(parameters)):
-            found = pairs.pop((module, depth), None)
-            if found is None:
+            pair = pairs.pop((module, depth), None)
+            if pair is None:
                 raise AdapterTensorMissingError(
                     f"the adapter holds no tensor {INSIDE_PEFT}{module}{'.base_layer' * depth}.lora_A.weight, although "
                     f"target_parameters {list(settings.target_parameters)!r} covers {parameter.path}: the adapter was saved "
                     "incompletely. Save it again from all ranks."
                 )
-            _add(result, stored, parameter, found.both(), settings)
+            _add(result, stored, parameter, pair.both(), settings)
     _add_single_experts(result, stored, pairs, settings)
     return result
 
@@ -157,7 +158,7 @@ def _add(
     factors: tuple[TensorHeader, TensorHeader],
     settings: AdapterSettings,
 ) -> None:
-    """PEFT's one adapter on a whole parameter: a (experts * r, in), b (out, r * experts)."""
+    """Add PEFT's one adapter on a whole parameter: a (experts * r, in), b (out, r * experts)."""
     a, b = factors
     shape = parameter.shape
     if len(shape) not in (2, 3):
@@ -187,29 +188,29 @@ def _add(
 def _add_single_experts(
     result: ParameterChanges, stored: StoredModel, pairs: Mapping[WrapperKey, _FactorPair], settings: AdapterSettings
 ) -> None:
-    """Factors of one projection of one expert each, which PEFT fuses: a (r, in), b (rows of the projection, r)."""
+    """Add factors of one projection of one expert each, which PEFT fuses: a (r, in), b (rows of the projection, r)."""
     fused: dict[str, dict[tuple[int, int], tuple[ExpertProjection, _FactorPair]]] = defaultdict(dict)
-    for (_, depth), found in pairs.items():
-        projection = stored.projection(f"{found.module}.weight") if depth == 0 else None
+    for (_, depth), pair in pairs.items():
+        projection = stored.projection(f"{pair.module}.weight") if depth == 0 else None
         if projection is not None:
-            fused[projection.parameter.path][projection.expert, projection.index] = projection, found
+            fused[projection.parameter.path][projection.expert, projection.index] = projection, pair
     for path, members in fused.items():
         _require_fusable(stored, path, members, settings)
         result.paths.add(path)
-        for projection, found in members.values():
-            part, (a, b) = projection.part, found.both()
+        for projection, pair in members.values():
+            part, (a, b) = projection.part, pair.both()
             if part is None:
                 raise UnsupportedBaseError(
                     f"adapter tensor {a.name}: adapts one projection of one expert, but the base stores {path} as one tensor. "
                     "Give the base as published, with a tensor for each expert, or load the adapter with PEFT 0.21 and save it "
                     "again."
                 )
-            rank = settings.rank(found.module)
+            rank = settings.rank(pair.module)
             expected = {"A": (rank, part.header.shape[1]), "B": (part.header.shape[0], rank)}
             check_shapes({"A": a, "B": b}, expected, part.header.name)
             others = projection.count - 1 - projection.index
             expert_part = ExpertPart(0, 1, 0, zeros_before=projection.index * rank, zeros_after=others * rank)
-            change = LowRank(a, b, None, settings.scaling(found.module), Orientation.LINEAR, expert_part)
+            change = LowRank(a, b, None, settings.scaling(pair.module), Orientation.LINEAR, expert_part)
             result.changes.append(MatrixChange(part.header, 0, change))
             result.used |= {a.name, b.name}
 
@@ -220,9 +221,9 @@ def _require_fusable(
     members: Mapping[tuple[int, int], tuple[ExpertProjection, _FactorPair]],
     settings: AdapterSettings,
 ) -> None:
-    """Refuse what PEFT cannot fuse, or fuses to something else than was trained."""
-    projection, found = next(iter(members.values()))
-    example = found.both()[0].name
+    """Refuse factors that PEFT cannot fuse, or fuses to something other than what was trained."""
+    projection, pair = next(iter(members.values()))
+    example = pair.both()[0].name
     refusal = f"adapter tensor {example}: adapts one projection of one expert, which PEFT 0.21 "
     advice = "Publish the adapter alone (merge.enabled: false)."
     if not stored.family.peft_fuses_experts:

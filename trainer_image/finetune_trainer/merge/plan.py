@@ -1,9 +1,9 @@
-"""Headers and configurations -> MergePlan: every output tensor, its bytes' place, and where they come from.
+"""Headers and configurations -> MergePlan: every output tensor, its bytes' place, and their source.
 
-Called by merge_adapter.py, and by verify to know which tensors may differ from the base. Invariants: each adapter tensor is used
-exactly once (resolve_changes.py), each base tensor gives exactly one output tensor of the same name and shape, but for the rows
-of a resized vocabulary, tied tensors that the adapters separate follow them, and offsets within a shard are contiguous. Bytes are
-computed by `steps`, moved by stream.py.
+Called by merge_adapter.py, and by verify to learn which tensors may differ from the base. Invariants: each adapter tensor is used
+exactly once (resolve_changes.py); each base tensor gives exactly one output tensor of the same name and shape, except for the
+rows of a resized vocabulary; tied tensors that the adapters separate follow them; and offsets within a shard are contiguous.
+`steps` computes the bytes, stream.py moves them.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ _WIDER = {frozenset({"F16", "BF16"}): "F32"}
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """One tensor of the merged model. `compute_dtype`: the dtype PEFT would hold the base weight in.
+    """One tensor of the merged model.
 
-    It is the wider of the base's and the output's dtype, so a merge with another output dtype equals loading the base
-    in the wider one, merging with PEFT, and casting: no rounding that was not asked for. If the library itself holds a
-    float16 module in fp32, so does the merge.
+    `compute_dtype` is the dtype in which PEFT would hold the base weight: the wider of the base's and the output's dtype. So a
+    merge with another output dtype equals loading the base in the wider one, merging with PEFT, and casting, without an
+    additional rounding. If the library itself holds a float16 module in fp32, so does the merge.
     """
 
     name: str
@@ -60,7 +60,7 @@ class OutputTensor:
 
     @property
     def adapter_tensors(self) -> tuple[TensorHeader, ...]:
-        """What is read of the adapters: every tensor of `changes` and, where it replaces the base's, `source`."""
+        """Tensors that are read of the adapters: every tensor of `changes` and, if it replaces the base's, `source`."""
         changed = [tensor for matrix in self.changes for change in matrix for tensor in read_by(change)]
         return tuple(dict.fromkeys([*([self.source] if self.is_replaced else []), *changed]))
 
@@ -88,11 +88,11 @@ class MergePlan:
 
     shards: tuple[Shard, ...]
     adapter_tensors: tuple[TensorHeader, ...] = ()
-    """Of all adapters, in their order."""
+    """Tensors of all adapters, in their order."""
     config_changes: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of config.json that the merged model needs other values in."""
+    """Fields of config.json that have other values in the merged model."""
     num_rows: int | None = None
-    """Of the embeddings, where these are larger than the base's."""
+    """Number of rows of the embeddings, if they are larger than the base's."""
 
     @property
     def tensors(self) -> tuple[OutputTensor, ...]:
@@ -125,11 +125,11 @@ def merge_plan(
     max_shard_bytes: int,
     quantized: Mapping[str, Quantization] = MappingProxyType({}),
 ) -> MergePlan:
-    """base, base_config, model: of one checkpoint. adapters: merged one after the other, at least one. dtype: None
-    keeps the base's, else a key of OUTPUT_DTYPES.
+    """Plan the merge of adapters into a base.
 
-    quantized: base tensors, by stored name, that adapters are added to as a quantised layer holds them. Raises MergeError
-    subclasses naming what is wrong.
+    base, base_config, model: of one checkpoint. adapters: merged one after the other, at least one. dtype: None keeps the base's,
+    else a key of OUTPUT_DTYPES. quantized: base tensors, by stored name, to which adapters are added in the form of a quantised
+    layer. Raises MergeError subclasses naming what is wrong.
     """
     if dtype is not None and dtype not in OUTPUT_DTYPES:
         raise MergeError(f"dtype {dtype!r} is not one of {sorted(OUTPUT_DTYPES)} (or unset, to keep the base model's).")
@@ -176,7 +176,7 @@ def merge_plan(
 
 
 def plan_digest(plan: MergePlan, inputs: Mapping[str, str]) -> str:
-    """sha256 over all that decides the output: the layout, the arithmetic, and `inputs` (name -> content digest)."""
+    """sha256 over everything that decides the output: the layout, the arithmetic, and `inputs` (name -> content digest)."""
     digest = hashlib.sha256()
     for shard in plan.shards:
         digest.update(shard.file_name.encode())
@@ -187,7 +187,7 @@ def plan_digest(plan: MergePlan, inputs: Mapping[str, str]) -> str:
 
 
 def _described(value: Any) -> Any:
-    """JSON of a plan's part, without the directories that the inputs happen to be in."""
+    """A plan's part as JSON, without the directories of the inputs."""
     if isinstance(value, TensorHeader):
         return [value.name, value.dtype, value.shape, value.file.name, value.offset]
     if dataclasses.is_dataclass(value):
@@ -213,7 +213,7 @@ def _wider(first: str, second: str) -> str:
 
 
 def shard_layout(outputs: Iterable[OutputTensor], max_shard_bytes: int) -> tuple[Shard, ...]:
-    """Fills shards in the base's order, so that both sides are read and written front to back.
+    """Fill shards in the base's order, so that both sides are read and written front to back.
 
     A tensor larger than the limit gets a shard of its own, as in transformers.
     """
@@ -232,7 +232,7 @@ def shard_layout(outputs: Iterable[OutputTensor], max_shard_bytes: int) -> tuple
 
 
 def _shard(file_name: str, tensors: list[OutputTensor]) -> Shard:
-    # Wider elements first: readers map the file, and a tensor must begin at a multiple of its element size.
+    # Wider elements come first: readers map the file, and a tensor must begin at a multiple of its element size.
     ordered = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor.dtype])
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0

@@ -1,7 +1,8 @@
-"""Which of a base's weights a QLoRA training packed, and how: for a merge into what its adapter saw (merge.base: Dequantized).
+"""The weights of a base that a QLoRA training quantized, and how: for a merge into the weights that its adapter saw (merge.base:
+Dequantized).
 
-transformers is asked itself: the model is built without weights, and its own rules say which layers bitsandbytes replaces.
-Imports transformers, so only such a merge imports this.
+transformers' own rules decide which layers bitsandbytes replaces; the model is built without weights for this. The module imports
+transformers, so only such a merge imports it.
 """
 
 from __future__ import annotations
@@ -27,17 +28,14 @@ from finetune_trainer.weights.stored import StoredModel
 
 
 def packed_in_training(plan: RunPlan, base: Path) -> Quantization | None:
-    """What the plan's training did to each packed weight of the model in `base`; None: it packed none.
-
-    Raises UnsupportedBaseError for 8 bits.
-    """
+    """Quantization of the base in the plan's training, or None without one. Raises UnsupportedBaseError for 8 bits."""
     if plan.method.quantization is None:
         return None
     return training_quantization(plan.method.quantization, resolve_dtypes(plan, stored_dtype(base)).load)
 
 
 def training_quantization(plan: QuantizationPlan, load: torch.dtype) -> Quantization:
-    """What the trainer did to each packed weight of a model that it loaded in `load`. Raises UnsupportedBaseError for 8 bits."""
+    """Quantization by the trainer of a model that it loaded in `load`. Raises UnsupportedBaseError for 8 bits."""
     config = quantization_config(plan, load, load)
     if not config.load_in_4bit:
         raise UnsupportedBaseError(
@@ -53,11 +51,11 @@ def training_quantization(plan: QuantizationPlan, load: torch.dtype) -> Quantiza
 
 
 def quantized_tensors(base: Path, stored: StoredModel, quantization: Quantization) -> dict[str, Quantization]:
-    """Stored tensors of the model in `base` that a training with these settings packs, with how.
+    """Stored tensors of the model in `base` that a training with these settings quantizes -> how.
 
-    Raises UnsupportedBaseError if a packed weight has no stored tensor of its own.
+    Raises UnsupportedBaseError if a quantized weight has no stored tensor of its own.
     """
-    found: dict[str, Quantization] = {}
+    tensors: dict[str, Quantization] = {}
     for path, is_transposed in quantized_parameters(_structure(base)).items():
         parameter = stored.parameter(path)
         if parameter is None or len(parameter.parts) != 1 or parameter.parts[0].expert is not None:
@@ -65,14 +63,15 @@ def quantized_tensors(base: Path, stored: StoredModel, quantization: Quantizatio
                 f"base parameter {path}: was packed in training, but the files hold no tensor of its own for it. Set "
                 "merge.base to Original."
             )
-        found[parameter.parts[0].header.name] = replace(quantization, is_transposed=is_transposed)
-    return found
+        tensors[parameter.parts[0].header.name] = replace(quantization, is_transposed=is_transposed)
+    return tensors
 
 
 def quantized_parameters(model: PreTrainedModel) -> dict[str, bool]:
-    """Paths of the weights that transformers hands to bitsandbytes when it loads `model` quantised; whether it turns them before.
+    """Paths of weights that transformers hands to bitsandbytes when it loads `model` quantised -> whether it transposes them
+    before.
 
-    transformers 5.23: integrations/bitsandbytes.py, replace_with_bnb_linear; the trainer names no exceptions of its own.
+    Source: transformers 5.23, integrations/bitsandbytes.py, replace_with_bnb_linear. The trainer names no exceptions of its own.
     """
     kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)  # noqa: SLF001 - as the quantiser does
     return {

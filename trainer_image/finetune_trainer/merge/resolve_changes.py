@@ -1,4 +1,4 @@
-"""What all adapters together make of every stored tensor of the base model. An adapter tensor that is not used is an error.
+"""Combined changes of all adapters for every stored tensor of the base model. An unused adapter tensor is an error.
 
 The adapters follow one another, parameters that share memory stay together or are written apart
 (docs/explanation/decisions/0010-tied-weights.md), and parameters become stored tensors. Called by plan.py.
@@ -26,7 +26,7 @@ LORA = "LORA"
 
 @dataclass(frozen=True)
 class ChangedTensor:
-    """An output tensor that is not its base tensor: whose values it starts from, and the changes of each of its matrices."""
+    """An output tensor that differs from its base tensor: the source of its values, and the changes of each of its matrices."""
 
     source: TensorHeader
     is_replaced: bool
@@ -36,31 +36,31 @@ class ChangedTensor:
 
 @dataclass(frozen=True)
 class ResolvedChanges:
-    """What all adapters together do to the base model."""
+    """Combined changes of the base model by all adapters."""
 
     changed: Mapping[str, ChangedTensor]
-    """By output tensor."""
+    """Changed tensors by the name of the output tensor."""
     added: Mapping[str, TensorHeader]
-    """Output tensors that the base does not store, with the base tensor that they would be a copy of without the adapters."""
+    """Output tensors that the base does not store -> the base tensor of which they would be a copy without the adapters."""
     config_changes: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of config.json."""
+    """Changed fields of config.json."""
 
 
 @dataclass
 class ParameterEdit:
-    """What the adapters so far do to one parameter of the model."""
+    """Changes of one parameter of the model by the adapters so far."""
 
     source: TensorHeader | None = None
     """The adapter's tensor that replaces the parameter, before the changes."""
     changes: list[tuple[tuple[str, int] | None, Change]] = field(default_factory=list)
-    """With the stored tensor and the matrix in it that is changed; None: every one."""
+    """Changes with the stored tensor and the matrix in it that each changes; None: every matrix."""
     source_adapter: int | None = None
     """Number of the adapter that trained `source`; None: it is a copy of the base."""
     last_adapter: int | None = None
     """Number of the last adapter that changed anything."""
 
     def is_like(self, other: ParameterEdit) -> bool:
-        """Whether both make the same of the same values."""
+        """Whether both make the same changes to the same values."""
         return (self.source, self.changes) == (other.source, other.changes)
 
 
@@ -69,14 +69,14 @@ class SeparatedTies:
     """Output tensors beyond those of the base."""
 
     added: dict[str, TensorHeader] = field(default_factory=dict)
-    """The stored tensor that each shares its values with in the base."""
+    """The stored tensor with which each shares its values in the base."""
     sources: dict[str, str] = field(default_factory=dict)
     """The path of that tensor's parameter."""
     config_changes: dict[str, Any] = field(default_factory=dict)
 
 
 def resolve_changes(model: StoredModel, base_config: Mapping[str, Any], adapters: Sequence[AdapterHeaders]) -> ResolvedChanges:
-    """Raises one of the AdapterTensor... errors, TiedWeightsError or UnsupportedAdapterError."""
+    """Combine the changes of all adapters. Raises the AdapterTensor... errors, TiedWeightsError or UnsupportedAdapterError."""
     methods = [str(adapter.config.get("peft_type")) for adapter in adapters]
     if len(adapters) > 1 and set(methods) != {LORA}:
         raise UnsupportedAdapterError(
@@ -111,24 +111,24 @@ def _changes_of_adapter(adapter: AdapterHeaders, model: StoredModel, base_config
     return non_lora_changes(adapter, model, base_config)
 
 
-def _chain_adapter(edits: dict[str, ParameterEdit], number: int, one: AdapterChanges, model: StoredModel) -> None:
-    """Let adapter `number` (from 0) follow those before it. Raises UnsupportedAdapterError if PEFT defines no result."""
-    for path, tensor in one.replacements.items():
+def _chain_adapter(edits: dict[str, ParameterEdit], number: int, adapter: AdapterChanges, model: StoredModel) -> None:
+    """Apply adapter `number` (from 0) after the earlier ones. Raises UnsupportedAdapterError if PEFT defines no result."""
+    for path, tensor in adapter.replacements.items():
         edit = edits.setdefault(path, ParameterEdit())
-        is_copy = path in one.base_copies
+        is_copy = path in adapter.base_copies
         before = edit.source_adapter if is_copy else edit.last_adapter
         if before is not None:
             raise _ambiguous(path, before, number, f"{tensor.name} would undo it")
-        edit.source = tensor  # PEFT loads all adapters before it merges the first, so the last copy of the base holds
+        edit.source = tensor  # PEFT loads all adapters before it merges the first, so the last copy of the base counts
         if not is_copy:
             edit.source_adapter, edit.last_adapter = number, number
-    found: list[tuple[str, tuple[str, int] | None, Change]] = []
-    found += [(path, None, change) for path, changes in one.changes.items() for change in changes]
-    for matrix in one.matrices:
+    placed_changes: list[tuple[str, tuple[str, int] | None, Change]] = []
+    placed_changes += [(path, None, change) for path, changes in adapter.changes.items() for change in changes]
+    for matrix in adapter.matrices:
         owner = model.owner(matrix.stored.name)
         if owner is not None:
-            found.append((owner[0].path, (matrix.stored.name, matrix.matrix), matrix.change))
-    for path, place, change in found:
+            placed_changes.append((owner[0].path, (matrix.stored.name, matrix.matrix), matrix.change))
+    for path, place, change in placed_changes:
         edit = edits.setdefault(path, ParameterEdit())
         if edit.source_adapter not in (None, number):
             raise _ambiguous(path, edit.source_adapter, number, "the second was trained on other weights")
@@ -159,7 +159,7 @@ def _ambiguous(path: str, first: int | None, second: int, reason: str) -> Unsupp
 
 
 def _changed_part(edit: ParameterEdit, parameter: StoredParameter, part: StoredPart) -> ChangedTensor:
-    """What the edits of a parameter make of one of its stored tensors."""
+    """The edits of a parameter for one of its stored tensors."""
     base = part.header
     num_matrices = base.shape[0] if any(place for place, _ in edit.changes) and len(base.shape) == 3 else 1
     matrices = tuple(
@@ -179,11 +179,11 @@ def _slice(tensor: TensorHeader, parameter: StoredParameter, part: StoredPart) -
 
 
 def separate_ties(edits: Mapping[str, ParameterEdit], model: StoredModel, config: Mapping[str, Any]) -> SeparatedTies:
-    """Decide for each tie whether it holds. Raises TiedWeightsError if the model cannot be written apart."""
+    """Decide for each tie whether it holds. Raises TiedWeightsError if its parameters cannot be written separately."""
     result = SeparatedTies()
     for tie in model.ties:
-        found = [edits.get(path, ParameterEdit()) for path in tie.paths]
-        if all(edit.is_like(found[0]) for edit in found):
+        edits_of_tie = [edits.get(path, ParameterEdit()) for path in tie.paths]
+        if all(edit.is_like(edits_of_tie[0]) for edit in edits_of_tie):
             continue
         _require_separable(tie, edits, model, config)
         for path in tie.paths:
@@ -195,7 +195,9 @@ def separate_ties(edits: Mapping[str, ParameterEdit], model: StoredModel, config
 
 
 def _require_separable(tie: Tie, edits: Mapping[str, ParameterEdit], model: StoredModel, config: Mapping[str, Any]) -> None:
-    """Only a decoder's input and output embeddings can be separated by saying so in config.json."""
+    """Raise TiedWeightsError unless config.json can separate the tie, which works only for a decoder's input and output
+    embeddings.
+    """
     if len(tie.paths) == 2 and not model.family.always_tied and not config.get("is_encoder_decoder"):
         return
     changed = sorted(path for path in tie.paths if path in edits)

@@ -1,14 +1,13 @@
-"""One shard file that is written from its beginning to its end. Made by writer.py, filled by stream.py.
+"""One shard file that is written from its beginning to its end. writer.py creates it, stream.py fills it.
 
-Whole pages go to the disk directly, past the page cache: making cache pages took more processor time than the merge's
-arithmetic, and swung between 0.4 and 5 s for 2 GB (ext4 on a virtual disk), where direct writes took 0.7 to 0.9 s. The bytes
-after the last whole page wait for those that follow. They must not go through the cache at each chunk: such a write waits until
-no direct one is under way, which took a tenth of a merge's time. If a file system refuses direct writes, all go through the
-cache.
+Whole pages are written directly, past the page cache: making cache pages took more processor time than the merge's arithmetic,
+and varied between 0.4 and 5 s for 2 GB (ext4 on a virtual disk), where direct writes took 0.7 to 0.9 s. The bytes after the last
+whole page wait for those that follow. They must not go through the cache at each chunk: such a write waits until no direct one is
+under way, which took a tenth of a merge's time. If a file system refuses direct writes, all go through the cache.
 
 Unchanged bytes go the same way. copy_file_range(2) makes cache pages as well, and the hash has to read the bytes: for 272 MB on
-that disk 0.13 s of processor time with that read, where reading and writing directly took 0.06 s. The base's digest of a file
-would spare the hash only of a shard that has the base's tensors and header as a whole; as a rule LoRA changes some in each.
+that disk this took 0.13 s of processor time, where reading and writing directly took 0.06 s. The base's digest of a file would
+replace the hash only for a shard with exactly the base's tensors and header; LoRA usually changes some in each.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _REFUSED_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class ShardFile:
-    """A file of a known size, new or begun before. Raises StorageError, also NoSpaceError, when it cannot be made or written.
+    """A file of a known size, new or begun before. Raises StorageError, also NoSpaceError, when it cannot be created or written.
 
     `digest` is the sha256 of the first `num_done` bytes, which were durable before; at least the header. Blocks are not allocated
     ahead: if a file system cannot (NFS before 4.2), the C library would write the whole file once more.
@@ -64,7 +63,7 @@ class ShardFile:
                 raise
 
     def append(self, pages: memoryview, position: int) -> None:
-        """Writes what follows at `position`, where the last append ended. Whole pages only: `flush` writes the rest.
+        """Write what follows at `position`, where the last append ended. Only whole pages are written; `flush` writes the rest.
 
         pages: writable; position % PAGE_BYTES bytes of any content, then the data. A direct write needs its address to be a
         multiple of PAGE_BYTES.
@@ -80,12 +79,12 @@ class ShardFile:
         self._tail, self._end = bytes(pages[end:]), first + len(pages)
 
     def flush(self) -> None:
-        """Writes the bytes after the last whole page, too."""
+        """Write the bytes after the last whole page, too."""
         with translate_os_errors(self.path, "written"):
             write_all(self._cached, memoryview(self._tail), self._end - len(self._tail))
 
     def _write_directly(self, pages: memoryview, position: int) -> bool:
-        """False when nothing was written because the file system wants no direct writes."""
+        """Write directly; returns False if nothing was written because the file system refuses direct writes."""
         if self._direct is None:
             return False
         try:
@@ -99,12 +98,12 @@ class ShardFile:
         return True
 
     def sync(self) -> None:
-        """Makes everything that was written durable."""
+        """Make everything that was written durable."""
         with translate_os_errors(self.path, "made durable"):
             os.fsync(self._cached)
 
     def close(self) -> None:
-        """Closes the file without waiting for the disk."""
+        """Close the file without waiting for the disk."""
         for descriptor in (self._cached, self._direct):
             if descriptor is not None:
                 os.close(descriptor)
@@ -120,7 +119,7 @@ def _open_direct(path: Path) -> int | None:
 
 
 def _proven(path: Path, num_bytes: int, durable: Durable) -> _Hash | None:
-    """The hash of the durable bytes, read again; None if the file is not what the journal says of it."""
+    """The hash of the durable bytes, read again; None if the file differs from the journal."""
     if not path.is_file() or path.is_symlink() or path.stat().st_size != num_bytes:
         return None
     digest, position = hashlib.sha256(), 0

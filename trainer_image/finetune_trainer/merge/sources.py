@@ -1,4 +1,4 @@
-"""The input files of a merge: open, read at positions from many threads, counted."""
+"""The input files of a merge: open, read at positions from many threads, with a count of bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Sources:
             raise
 
     def read_into(self, tensor: TensorHeader, first_byte: int, target: memoryview) -> None:
-        """Fills `target` from the tensor's bytes, from `first_byte` on."""
+        """Fill `target` with the tensor's bytes from `first_byte` on."""
         with translate_os_errors(tensor.file, "read"):
             count = read_some(self._descriptors[tensor.file], target, tensor.offset + first_byte)
         if count < len(target):
@@ -46,8 +46,8 @@ class Sources:
             self.bytes_read += count
 
     def tensor(self, header: TensorHeader) -> torch.Tensor:
-        """A whole tensor in its own dtype and shape."""
-        # Only here: bytes are copied before torch is imported.
+        """Read a whole tensor in its own dtype and shape."""
+        # Imported here, since bytes are copied before torch is imported.
         import torch
 
         from finetune_trainer.weights.rounding import READ_DTYPES
@@ -58,7 +58,7 @@ class Sources:
         return data.view(READ_DTYPES[header.dtype]).view(header.shape)
 
     def reader(self, *, keeps: int, device: torch.device | None = None) -> Callable[[TensorHeader], torch.Tensor]:
-        """Reads tensors, to `device`, and holds the last `keeps` of them, which are not read again."""
+        """A function that reads tensors to `device`, and holds the last `keeps` of them, which are not read again."""
         kept: dict[TensorHeader, torch.Tensor] = {}
 
         def read(header: TensorHeader) -> torch.Tensor:

@@ -1,14 +1,17 @@
 """Moves the bytes of a MergePlan: large sequential reads, rows through `steps`, writes in place. Bounded memory.
 
 In: shards and their files (shard_file.py). Out: filled shards and their sha256. Called by merge_adapter.py.
+
 Shape:  a thread for each of some shards: chunks in the order of the file (chunks.py)
-        -> workers, shared by all (pread and compute in a buffer of the chunk's own)
-        -> the shard's thread, in the same order: hash
-        -> the shard's other thread, in the same order: pwrite; the buffer is handed back, and progress told
-        -> one thread that syncs what is written and notes it in the journal (journal_writer.py).
+  -> workers, shared by all (pread and compute in a buffer of the chunk's own)
+  -> the shard's thread, in the same order: hash
+  -> the shard's other thread, in the same order: pwrite; the buffer is handed back, and progress reported
+  -> one thread that syncs what is written and records it in the journal (journal_writer.py).
+
 A slow chunk holds up only its shard.
-Invariant: memory is the buffers, one block's fp32 temporaries per worker and the factors of the weights in flight, never
-a weight, except those that `whole_tensors` in the result names, one at a time.
+
+Invariant: memory is the buffers, one block's fp32 temporaries per worker and the factors of the weights in flight, never a
+weight, except those that `whole_tensors` in the result names, one at a time.
 """
 
 from __future__ import annotations
@@ -38,12 +41,12 @@ if TYPE_CHECKING:
     from finetune_trainer.merge.steps.step import Step
 
 WORKERS_PER_SHARD = 6
-"""More gain little, as one thread hashes at about 2 GB/s, and each costs up to 50 MiB."""
+"""More workers gain little, as one thread hashes at about 2 GB/s, and each costs up to 50 MiB."""
 WORKSPACES_PER_SHARD = 3
-"""Beyond one for each worker: of chunks that wait for the hash, are hashed, are written."""
+"""Buffers beyond one for each worker: for chunks that wait for the hash, are hashed, are written."""
 MAX_SHARDS_AT_A_TIME = 4
 PROCESSORS_PER_SHARD = 2
-"""One is taken by the hash, the others by workers."""
+"""Processors for each shard: one for the hash, the others for workers."""
 WAITING_WORKERS = 1
 """Workers beyond the processors: one may wait for the disk."""
 
@@ -52,7 +55,7 @@ ProgressCallback = Callable[[int, int], None]
 
 @dataclass
 class StreamResult:
-    """What was done. bytes_written: into shards; what an earlier merge had finished is bytes_resumed."""
+    """Figures of the stream. bytes_written: into shards, without bytes_resumed, which an earlier merge had written."""
 
     sha256: dict[str, str] = field(default_factory=dict)
     bytes_read: int = 0
@@ -62,11 +65,11 @@ class StreamResult:
 
 
 class _StreamProgress:
-    """Bytes of shards that are there, said one at a time."""
+    """Counts and reports the existing bytes of shards, from one thread at a time."""
 
-    def __init__(self, files: Mapping[Shard, ShardFile], result: StreamResult, told: ProgressCallback | None) -> None:
+    def __init__(self, files: Mapping[Shard, ShardFile], result: StreamResult, callback: ProgressCallback | None) -> None:
         self._reached, self._total = sum(file.num_done for file in files.values()), sum(shard.num_bytes for shard in files)
-        self._result, self._told, self._lock = result, told, threading.Lock()
+        self._result, self._told, self._lock = result, callback, threading.Lock()
         result.bytes_resumed = sum(file.num_done for file in files.values() if file.is_resumed)
         result.bytes_written = self._reached - result.bytes_resumed
 
@@ -79,7 +82,7 @@ class _StreamProgress:
 
 
 class _LazySteps:
-    """Loads steps with what torch brings, once the first matrix needs one. `meanwhile`: done before that import is waited for."""
+    """Loads steps, which needs torch, once the first matrix needs one. `meanwhile` is called before waiting for that import."""
 
     def __init__(self, sources: Sources, device: str, may_compute: threading.Event) -> None:
         self._sources, self._device, self._may_compute = sources, device, may_compute
@@ -105,9 +108,9 @@ def stream(
     device: str = "cpu",
     num_workers: int | None = None,
 ) -> StreamResult:
-    """Fills every shard's file and makes it durable. progress: called with (bytes of shards that are there, bytes in all), from
-    one thread at a time.
+    """Fill every shard's file and make it durable.
 
+    progress: called with (existing bytes of shards, bytes in all), from one thread at a time.
     Raises NotFiniteError naming the tensor, BrokenCheckpointError, StorageError, DeviceUnavailableError.
     """
     num_processors = len(os.sched_getaffinity(0))
@@ -115,17 +118,17 @@ def stream(
     workers = num_workers or min(WORKERS_PER_SHARD * at_a_time, num_processors + WAITING_WORKERS)
     result = StreamResult()
     sources = Sources({path for shard in files for tensor in shard.tensors for path in _input_files(tensor)})
-    # A thread that limits itself to one limits what torch answers others, too: first it is asked how many it had.
+    # A thread that limits itself to one torch thread also changes torch's answer for other threads, so the number is read first.
     may_compute = threading.Event()
     lazy_steps = [_LazySteps(sources, device, may_compute) for _ in files]
     chunkers = [Chunker(steps) for steps in lazy_steps]
-    told = _StreamProgress(files, result, progress)
+    stream_progress = _StreamProgress(files, result, progress)
     pool, shard_threads = ThreadPoolExecutor(workers), ThreadPoolExecutor(at_a_time)
     journal_writer = JournalWriter(journal)
     workspaces = Workspaces(workers + WORKSPACES_PER_SHARD * at_a_time)
 
     def fill(shard: Shard, chunker: Chunker, steps: _LazySteps, writer: ThreadPoolExecutor) -> None:
-        """writer: one thread."""
+        """Fill one shard. writer: an executor with one thread."""
         file = files[shard]
         unhashed: deque[_InFlight] = deque()
         unwritten: deque[Future[None]] = deque()
@@ -150,7 +153,7 @@ def stream(
                 if noted is not None:
                     file.flush()
                     journal_writer.note(file, noted)
-                told.add(done.chunk.num_bytes)
+                stream_progress.add(done.chunk.num_bytes)
             finally:
                 workspaces.give(Workspace() if _is_large(done.chunk) else done.workspace)
 
@@ -179,14 +182,14 @@ def stream(
 
     try:
         filling = [shard_threads.submit(fill_and_write, *of_shard) for of_shard in zip(files, chunkers, lazy_steps, strict=True)]
-        # While the first chunks are copied and hashed: those that nothing changes need no more.
+        # Imported while the first chunks are copied and hashed; unchanged chunks need no more.
         preload("finetune_trainer.merge.compute")
         from finetune_trainer.processes.torch_threads import one_thread_for_each_operation
 
         with one_thread_for_each_operation():  # the workers are the parallelism
             may_compute.set()
             done, _ = wait(filling, return_when=FIRST_EXCEPTION)
-        failures = [error for each in done if (error := each.exception()) is not None]
+        failures = [error for future in done if (error := future.exception()) is not None]
         if failures:
             raise failures[0]
         journal_writer.wait()
@@ -205,7 +208,7 @@ def stream(
 
 @dataclass(frozen=True)
 class _InFlight:
-    """computed: as `_compute_chunk` answers."""
+    """A chunk on its way. computed: the result of `_compute_chunk`."""
 
     chunk: RowChunk
     workspace: Workspace
@@ -213,7 +216,7 @@ class _InFlight:
 
 
 def _is_large(chunk: RowChunk) -> bool:
-    """Whether it needs buffers far beyond the usual: then it is alone in memory, and its buffers are given back."""
+    """Whether the chunk needs buffers far beyond the usual size: then it is alone in memory, and its buffers are freed."""
     return chunk.source_bytes + chunk.num_bytes > 6 * CHUNK_BYTES
 
 
@@ -224,9 +227,9 @@ def _input_files(tensor: OutputTensor) -> set[Path]:
 
 
 def _compute_chunk(chunk: RowChunk, sources: Sources, workspace: Workspace, may_compute: threading.Event) -> memoryview:
-    """One chunk in a worker: read, compute. The output's bytes in the workspace, as `ShardFile.append` takes them."""
+    """Read and compute one chunk in a worker. Returns the output's bytes in the workspace, as `ShardFile.append` takes them."""
     tensor = chunk.tensor
-    # What an adapter brings has yet to be looked at.
+    # An adapter's tensors have to be checked for NaN and infinity.
     is_plain = not chunk.steps and tensor.dtype == tensor.source.dtype and not tensor.is_replaced
     lead = chunk.position % PAGE_BYTES
     first = 0 if is_plain else -(-chunk.source_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,4 +1,4 @@
-"""The memory of a merge: a fixed number of buffers, which chunks wait for. Made and shared among threads by stream.py."""
+"""The memory of a merge: a fixed number of buffers, for which chunks wait. stream.py shares them among threads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Workspace:
         self.data = mmap.mmap(-1, 2 * CHUNK_BYTES)
 
     def grow(self, num_bytes: int) -> None:
-        """Replaces the bytes by at least so many. No view of the old ones may be in use."""
+        """Make the buffer at least this large; its content is lost. No view of it may be in use."""
         if len(self.data) < num_bytes:
             self.data.close()
             self.data = mmap.mmap(-1, num_bytes)
 
 
 class Workspaces:
-    """Those that no chunk is in, for several threads. Raises OtherShardFailedError in all of them after `stop`."""
+    """Free workspaces, for several threads. Raises OtherShardFailedError in all of them after `stop`."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -35,7 +35,7 @@ class Workspaces:
         self._alone = threading.Lock()
 
     def take(self, *, wait: bool) -> Workspace | None:
-        """One, or None if there is none and the caller does not wait."""
+        """Take a free workspace; None if there is none and the caller does not wait."""
         with self._changed:
             while (self._is_reserved or not self._free) and wait and not self._is_stopped:
                 self._changed.wait()
@@ -50,7 +50,9 @@ class Workspaces:
 
     @contextmanager
     def alone(self) -> Iterator[Workspace]:
-        """One, once the other threads have given theirs back, while they get none. The caller has none and gives it back."""
+        """A workspace, once the other threads have returned theirs, while they get none. The caller has none and returns this
+        one.
+        """
         with self._alone:
             with self._changed:
                 self._is_reserved = True

@@ -1,9 +1,10 @@
-"""The output directory: written next to its final name, complete and on disk before it gets that name.
+"""The output directory: written beside its final name, complete and durable before it gets that name. written next to its final
+name, complete and on disk before it gets that name.
 
 Life of an output:  <output>.tmp-journal  made and locked: one merge at a time
-                    <output>.tmp-merge/   shards of their full size, filled in place; the journal says what of them is on disk
-                    -> config, tokenizer, index, manifest.json (last), all synced
-                    -> renamed to <output>, parent synced, journal deleted.
+<output>.tmp-merge/   shards of their full size, filled in place; the journal says what of them is on disk
+-> config, tokenizer, index, manifest.json (last), all synced
+-> renamed to <output>, parent synced, journal deleted.
 So a directory called <output> is complete whatever happened to the process, and what was finished before a kill is taken up.
 Called by merge_adapter.py; bytes come from stream.py.
 """
@@ -41,7 +42,7 @@ from finetune_trainer.weights.storage import sync, translate_os_errors
 MANIFEST_FORMAT = 1
 GENERATION_FILES = ("generation_config.json",)
 _LARGE_JSON = (TOKENIZER_FILE, "vocab.json")
-"""Read by the tokenizer's library, which takes no NaN."""
+"""Files of the tokenizer's library, which accepts no NaN."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -55,7 +56,7 @@ class WrittenFile:
 
 
 def temporary_directory(output: Path) -> Path:
-    """Where a merge into `output` is while it is not complete."""
+    """Directory of a merge into `output` until it is complete."""
     return output.with_name(f"{output.name}{TEMPORARY_MARK}merge")
 
 
@@ -65,7 +66,7 @@ def journal_path(output: Path) -> Path:
 
 
 def complete_manifest(output: Path, plan_sha256: str) -> dict[str, Any] | None:
-    """The manifest of a finished merge with this plan digest, None when nothing is there.
+    """The manifest of a finished merge with this plan digest, or None if nothing is there.
 
     Raises OutputExistsError when something else is there, which is never overwritten.
     """
@@ -87,7 +88,7 @@ def complete_manifest(output: Path, plan_sha256: str) -> dict[str, Any] | None:
 
 
 def remove_leftovers(output: Path) -> None:
-    """Deletes what a merge that was killed between its last two steps has left next to the complete output."""
+    """Delete what a merge that was killed between its last two steps has left beside the complete output."""
     if not (journal_path(output).exists() or temporary_directory(output).exists()):
         return
     try:
@@ -99,9 +100,9 @@ def remove_leftovers(output: Path) -> None:
 
 
 class OutputDirectory:
-    """A directory that takes its name only in `publish`. Raises OutputBusyError while another merge into `output` runs.
+    """A directory that gets its name only in `publish`. Raises OutputBusyError while another merge into `output` runs.
 
-    inputs: what the bytes already there were made from, as JSON; with another plan or other inputs they are deleted.
+    inputs: from which existing bytes were made, as JSON; with another plan or other inputs the bytes are deleted.
     """
 
     def __init__(self, output: Path, plan_sha256: str, inputs: Mapping[str, Any]) -> None:
@@ -112,7 +113,7 @@ class OutputDirectory:
         self.journal = Journal(journal_path(output), plan_sha256, inputs)
         try:
             with translate_os_errors(self.path, "written"):
-                # Anybody who can write to the claim can have put anything under this name.
+                # Anyone who can write to the claim may have put anything under this name.
                 if not self.journal.is_continued or not self.path.is_dir() or self.path.is_symlink():
                     remove_tree(self.path)
                 self.path.mkdir(exist_ok=True)
@@ -122,7 +123,7 @@ class OutputDirectory:
             raise
 
     def open_shards(self, plan: MergePlan) -> dict[Shard, ShardFile]:
-        """The plan's files, all of their full size, with what is proven of them. Raises NoSpaceError when space is short."""
+        """Open the plan's files in their full size, with their proven parts. Raises NoSpaceError when space is short."""
         names = {shard.file_name for shard in plan.shards}
         with translate_os_errors(self.path, "written"):
             for path in self.path.iterdir():
@@ -156,19 +157,19 @@ class OutputDirectory:
     def copy_model_files(
         self, base: Path, tokenizer: Path, root_of: Callable[[Path], Path], dtype: str | None, config_changes: Mapping[str, Any]
     ) -> None:
-        """Configuration, generation defaults, tokenizer, chat template, licence.
+        """Copy configuration, generation defaults, tokenizer, chat template, licence.
 
-        tokenizer: the directory that has it. root_of: below which links of a directory may lead. dtype: recorded in config.json.
+        tokenizer: its directory. root_of: directory below which links of a directory may lead. dtype: recorded in config.json.
         Raises BrokenCheckpointError for a link that leads elsewhere, and for settings that are no JSON, such as NaN.
         """
         config = {**read_json(base / CONFIG_FILE), **config_changes}
         if dtype is not None:
             config = {**_in_dtype(config, dtype), "dtype": dtype}
         self._write_json(CONFIG_FILE, config)
-        # Models with code of their own cannot be loaded without it; it is run only by those who allow it.
+        # Models with code of their own cannot be loaded without it; it runs only if the user allows it.
         code = sorted(path.name for path in base.glob("*.py")) if "auto_map" in config else []
         terms = [path.name for path in licence_files(base)]
-        # One set: the tokenizer's files of two directories would not fit together.
+        # All from one directory: the tokenizer's files of two directories would not fit together.
         of_tokenizer = [str(path.relative_to(tokenizer)) for path in tokenizer_files(tokenizer) if path.suffix != CODE_SUFFIX]
         for source, names in ((base, [*GENERATION_FILES, *PROCESSOR_FILES, *terms, *code]), (tokenizer, of_tokenizer)):
             for name in names:
@@ -185,7 +186,7 @@ class OutputDirectory:
             self._write_json(plan.index_file, index)
 
     def write_manifest(self, files: list[WrittenFile], facts: Mapping[str, Any]) -> None:
-        """The proof of completeness, last of all files. facts: plan digest and what else describes the merge."""
+        """Write the proof of completeness, last of all files. facts: plan digest and further facts about the merge."""
         for path in self.path.rglob("*"):
             sync(path)
         entries = [{"name": f.name, "num_bytes": f.num_bytes, "sha256": f.sha256} for f in files]
@@ -197,7 +198,7 @@ class OutputDirectory:
         return sorted(path for path in self.path.rglob("*") if path.name not in shards and path.is_file())
 
     def publish(self) -> None:
-        """Makes all names durable and gives the directory its name, in this order. Files are durable since `write_manifest`."""
+        """Make all names durable and give the directory its name, in this order. Files are durable since `write_manifest`."""
         sync(self.path)
         with translate_os_errors(self._output, "renamed into place"):
             self._rename()
@@ -213,7 +214,7 @@ class OutputDirectory:
             raise
 
     def close(self, *, keep: bool) -> None:
-        """After an error. keep: leave what the journal knows to be on disk for the next merge; without it, nothing is left."""
+        """Clean up after an error. keep: leave the durable parts in the journal for the next merge; otherwise nothing is left."""
         if keep and self.journal.has_records:
             self.journal.close()
             return
@@ -226,7 +227,9 @@ class OutputDirectory:
 
 
 def _in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The dtype wherever one is named, as of the text model inside a multimodal one, under transformers' present name for it."""
+    """Change the dtype wherever one is named, as for the text model inside a multimodal one, under transformers' current name for
+    it.
+    """
     changed: dict[str, Any] = {}
     for name, value in config.items():
         if name in ("torch_dtype", "dtype"):

@@ -1,1 +1,1 @@
-"""What every role with a way out of the cluster does alike: retries, waiting as servers ask, going online."""
+"""Network access that roles share: retries, waiting as servers ask, going online."""

@@ -1,4 +1,4 @@
-"""A server whose certificate is not trusted: to ask again is in vain, and the profile says whom to trust."""
+"""Errors of servers whose certificate is not trusted: retrying is useless, and the profile names the trusted authorities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIX = (
 
 
 def untrusted_certificate(error: BaseException) -> TransientError | None:
-    """What to raise if a certificate was refused; None: something else is wrong. A role does not wait for it."""
+    """The error to raise if a certificate was refused, or None if something else is wrong. A role does not wait for it."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):

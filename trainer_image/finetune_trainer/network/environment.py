@@ -1,7 +1,6 @@
-"""What the environment of the process says about the network, and how a role that needs it goes online.
+"""The process's environment for the network, and how a role goes online.
 
-The image is offline by its environment. The object store is the plan's, or on a user's own machine the one that AWS tools
-would take.
+The image's environment is offline. The object store is the plan's, or on a user's own machine the one that AWS tools would use.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ DEFAULT_REGION = "us-east-1"
 
 
 def go_online() -> None:
-    """Let libraries reach the network and keep them from saying where to. Call it before huggingface_hub is imported."""
+    """Let libraries reach the network, and keep them from logging addresses. Call this before huggingface_hub is imported."""
     os.environ["HF_HUB_OFFLINE"] = "0"
     os.environ.pop("TRANSFORMERS_OFFLINE", None)
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -28,12 +27,12 @@ class S3Service:
     """An object store."""
 
     address: str | None
-    """None: that of AWS in this region."""
+    """Address of the store; None: that of AWS in this region."""
     region: str
 
 
 def s3_service(endpoint: str | None, region: str | None) -> S3Service:
-    """What the plan says; None leaves it to AWS_ENDPOINT_URL and AWS_REGION, which no pod has."""
+    """The plan's object store. None leaves a value to AWS_ENDPOINT_URL and AWS_REGION, which no pod has."""
     return S3Service(
         address=endpoint or os.environ.get("AWS_ENDPOINT_URL") or None,
         region=region or os.environ.get("AWS_REGION") or DEFAULT_REGION,

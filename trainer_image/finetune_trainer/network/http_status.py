@@ -1,4 +1,4 @@
-"""What HTTP statuses and Retry-After headers mean, no matter who answers with them (RFC 9110, and what proxies add to it)."""
+"""Meaning of HTTP statuses and Retry-After headers of any server (RFC 9110, and additions of proxies)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
 RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524})
-"""The same request may succeed later."""
+"""Statuses after which the same request may succeed later."""
 UNAUTHORIZED = 401
 DENIED = frozenset({UNAUTHORIZED, 403})
 NOT_FOUND = 404
 ABSENT = frozenset({NOT_FOUND, 410})
 FULL = frozenset({413, 507})
-"""More than the server takes: of one request, or altogether."""
+"""Statuses for more than the server accepts: in one request, or altogether."""
 
 
 def parse_retry_after(retry_after: str | None) -> float | None:
-    """Seconds, from either form of a Retry-After header (RFC 9110, section 10.2.3); None where there is none."""
+    """Seconds, from either form of a Retry-After header (RFC 9110, section 10.2.3); None without one."""
     text = (retry_after or "").strip()
     if text.isdigit():
         return float(text)

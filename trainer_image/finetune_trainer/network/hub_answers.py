@@ -1,4 +1,4 @@
-"""What answers of the Hub mean, whether it is read from or written to."""
+"""Meaning of the Hub's answers, for reading and writing."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _LONGEST_SAYING = 300
 
 
 def transient_failure(response: httpx2.Response, endpoint: str) -> TransientError | None:
-    """The failure of a request that may succeed when it is made again; None: it will not."""
-    hub, asked = httpx2.URL(endpoint), response.url
-    elsewhere = (asked.host, asked.port) != (hub.host, hub.port)
+    """The failure of a request that may succeed if it is repeated; None if it will not."""
+    hub, url = httpx2.URL(endpoint), response.url
+    elsewhere = (url.host, url.port) != (hub.host, hub.port)
     if response.status_code in RETRYABLE or (elsewhere and response.status_code in DENIED):
-        # The Hub redirects to a signed address; one that is refused has run out, and the next one will not have.
+        # The Hub redirects to a signed address. A refused one has expired, and the next one will be valid.
         return TransientError(f"HTTP status {response.status_code}", retry_after_seconds(response))
     return None
 
@@ -43,13 +43,13 @@ def retry_after_seconds(response: httpx2.Response) -> float | None:
 
 
 def redacted_message(text: str | None) -> str:
-    """What the Hub says of a refusal, without addresses, which may be signed; empty where it says nothing."""
+    """The Hub's reason for a refusal, without addresses, which may be signed; empty without a reason."""
     plain = " ".join(_ADDRESS.sub("(address)", text or "").split())
     return f": {plain[:_LONGEST_SAYING]}" if plain else ""
 
 
 def call_hub(operation: Callable[[], T]) -> T:
-    """The result of calls of huggingface_hub. Raises TransientError if no whole answer came, and HfHubHTTPError."""
+    """Call huggingface_hub and return the result. Raises TransientError without a complete answer, and HfHubHTTPError."""
     try:
         return operation()
     except (RuntimeError, ValueError, httpx2.HTTPError, httpx2.InvalidURL) as error:
@@ -57,7 +57,7 @@ def call_hub(operation: Callable[[], T]) -> T:
 
 
 def _meaning(error: BaseException) -> BaseException:
-    """What to raise in its place; messages of requests may hold an address, so none is kept."""
+    """The error to raise instead. Messages of requests may hold an address, so none is kept."""
     if isinstance(error, HfHubHTTPError):
         return error
     if isinstance(error, json.JSONDecodeError):
@@ -65,6 +65,6 @@ def _meaning(error: BaseException) -> BaseException:
     if isinstance(error, httpx2.HTTPError | httpx2.InvalidURL | httpx2.StreamError):
         return untrusted_certificate(error) or TransientError(f"no answer ({type(error).__name__})")
     if isinstance(error, RuntimeError) and error.__cause__ is not None:
-        # The client wraps what fails in one of its threads.
+        # The client wraps errors of its threads.
         return _meaning(error.__cause__)
     return error

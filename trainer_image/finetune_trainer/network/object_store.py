@@ -1,7 +1,7 @@
-"""The client of an S3-compatible object store, and what its failures mean, whether it is read from or written to.
+"""The client of an S3-compatible object store, and the meaning of its failures, for reading and writing.
 
-boto3 signs requests and reads answers. What fails is counted and waited for in one place, network/retry.py, so the client itself
-never tries again.
+boto3 signs requests and reads answers. Failures are counted and waited for in one place, network/retry.py, so the client itself
+does not retry.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from finetune_trainer.network.http_status import FULL, RETRYABLE, parse_retry_af
 from finetune_trainer.network.retry import TransientError
 
 FAILURES = (BotoCoreError, ClientError, ResponseParserError, ValueError, KeyError)
-"""What requests to an object store raise, with what boto3 and its callers raise where an answer is not of the documented form."""
+"""Errors of requests to an object store, including those of boto3 and its callers for malformed answers."""
 _CONNECT_SECONDS = 30.0
 _ANSWER_SECONDS = 300.0
 """Longest time without a byte before a request counts as failed: a store assembles gigabytes before it answers."""
@@ -52,12 +52,12 @@ def open_store(service: S3Service, session: Session | None, *, connections: int)
         read_timeout=_ANSWER_SECONDS,
         retries={"total_max_attempts": 1},
         max_pool_connections=connections,
-        # Every body is signed with its SHA-256, which each store compares. Newer checksums are not known to all of them.
+        # Every body is signed with its SHA-256, which each store compares. Newer checksums are unknown to some stores.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         s3={"addressing_style": "path", "payload_signing_enabled": True},
     )
-    # The authorities that the profile names; boto3 would trust its own list alone.
+    # The authorities that the profile names; boto3 would trust only its own list.
     authorities = os.environ.get("SSL_CERT_FILE")
     return (session or Session()).client(
         "s3", region_name=service.region, endpoint_url=service.address, verify=authorities, config=config
@@ -66,21 +66,21 @@ def open_store(service: S3Service, session: Session | None, *, connections: int)
 
 @dataclass(frozen=True)
 class StoreRefusal:
-    """An answer of a store that is final."""
+    """A final answer of a store."""
 
     status: int
-    """0: the request was not sent."""
+    """HTTP status; 0 if the request was not sent."""
     code: str
-    """The store's word for it; its sentences are not kept, because they hold what was signed."""
+    """The store's error code. Its message is not kept, because it contains what was signed."""
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no room, or the object is larger than the store takes."""
+        """Whether there is no room, or the object is larger than the store accepts."""
         return self.status in FULL or self.code in _FULL_CODES
 
     @property
     def lacks_credentials(self) -> bool:
-        """Whether boto3 found none that it could use."""
+        """Whether boto3 found no usable credentials."""
         return self.status == 0 and ("Credential" in self.code or "Token" in self.code)
 
     def __str__(self) -> str:
@@ -89,12 +89,12 @@ class StoreRefusal:
 
 
 def status_of(error: ClientError) -> int:
-    """Return the HTTP status of an answer; 0 where there was none."""
+    """Return the HTTP status of an answer; 0 without one."""
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def refusal(error: Exception) -> StoreRefusal:
-    """Return what a store, or boto3 before it sent anything, has refused. Raises TransientError if trying again may help."""
+    """Return the refusal by a store, or by boto3 before it sent anything. Raises TransientError if trying again may help."""
     kind = type(error).__name__
     if isinstance(error, _NO_ANSWER):
         raise untrusted_certificate(error) or TransientError(f"the object store did not answer ({kind})") from None
@@ -103,8 +103,8 @@ def refusal(error: Exception) -> StoreRefusal:
     if not isinstance(error, ClientError):
         return StoreRefusal(0, kind)
     answer, code = error.response.get("ResponseMetadata", {}), str(error.response.get("Error", {}).get("Code", ""))
-    found = StoreRefusal(status_of(error), code if _CODE.fullmatch(code) else "")
-    if not found.is_full and (found.status in RETRYABLE or found.code in _PASSING_CODES):
+    refused = StoreRefusal(status_of(error), code if _CODE.fullmatch(code) else "")
+    if not refused.is_full and (refused.status in RETRYABLE or refused.code in _PASSING_CODES):
         pause = parse_retry_after(answer.get("HTTPHeaders", {}).get("retry-after"))
-        raise TransientError(f"the object store is busy or broken ({found})", pause) from None
-    return found
+        raise TransientError(f"the object store is busy or broken ({refused})", pause) from None
+    return refused

@@ -12,7 +12,7 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 RetriesExhausted = Callable[[str], Exception]
-"""Makes the failure that ends the role, from what is to be said of the last request."""
+"""Makes the error that ends the role, from a description of the last failure."""
 
 
 class TransientError(Exception):
@@ -21,30 +21,30 @@ class TransientError(Exception):
     def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
-        """What the server asked for."""
+        """Pause that the server asked for."""
 
 
 class StoppedError(Exception):
-    """Something else has failed or the process is to end, so this is given up."""
+    """The operation is abandoned, since something else has failed or the process is ending."""
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long a service may fail."""
+    """Bounds of a service's failures."""
 
     attempts: int = 8
-    """Requests in a row that bring nothing new."""
+    """Number of requests in a row that bring nothing new."""
     first_seconds: float = 1.0
     """Pause after the first failure; each further one doubles it."""
     longest_seconds: float = 60.0
     longest_retry_after_seconds: float = 300.0
-    """A server that wants a longer pause is not waited for: the attempt of the whole role ends instead."""
+    """Longest pause that a server may ask for. If it asks for more, the whole role's attempt ends."""
 
 
 def pause_seconds(policy: RetryPolicy, failures: int, retry_after_seconds: float | None, jitter: float) -> float | None:
-    """Pause after so many failures in a row; None: give up.
+    """Pause after a number of failures in a row; None: give up.
 
-    `jitter`: 0 to 1. Half of the pause is fixed and half is random, so that pods that failed together do not come back together.
+    jitter: 0 to 1. Half of the pause is fixed and half is random, so that pods that failed together do not retry together.
     """
     if failures >= policy.attempts or (retry_after_seconds or 0.0) > policy.longest_retry_after_seconds:
         return None
@@ -53,18 +53,18 @@ def pause_seconds(policy: RetryPolicy, failures: int, retry_after_seconds: float
 
 
 class Retries:
-    """Failures in a row of one thing that is asked for."""
+    """Counts failures in a row of one operation."""
 
     def __init__(self, what: str, policy: RetryPolicy, stop: threading.Event, given_up: RetriesExhausted) -> None:
         self._what, self._policy, self._stop, self._given_up = what, policy, stop, given_up
         self._failures = 0
 
     def progressed(self) -> None:
-        """The last request brought something."""
+        """Record that the last request brought something."""
         self._failures = 0
 
     def failed(self, error: TransientError) -> None:
-        """Wait before the next request. Raises what `given_up` makes, and StoppedError."""
+        """Wait before the next request. Raises the error of `given_up`, and StoppedError."""
         self._failures += 1
         pause = pause_seconds(self._policy, self._failures, error.retry_after_seconds, random.random())  # noqa: S311
         if pause is None:
@@ -79,7 +79,7 @@ class Retries:
 def with_retries(
     what: str, policy: RetryPolicy, stop: threading.Event, given_up: RetriesExhausted, operation: Callable[[], T]
 ) -> T:
-    """The result of `operation`, asked for again while it raises TransientError. Raises what `given_up` makes, and
+    """The result of `operation`, which is repeated while it raises TransientError. Raises the error of `given_up`, and
     StoppedError.
     """
     retries = Retries(what, policy, stop, given_up)

@@ -1,1 +1,1 @@
-"""What a run optimises: batches of records -> a loss that adds up over ranks and micro-steps."""
+"""The objective of a run: batches of records -> a loss that adds up over ranks and micro-steps."""

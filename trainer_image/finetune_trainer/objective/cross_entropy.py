@@ -1,8 +1,8 @@
 """Cross-entropy of a few positions at a time, so that the logits of a whole batch never exist.
 
-The logits of a part, their float32 copy and their gradient live only while the part is worked on. Where the output layer is a
-plain linear one, the gradients are computed together with the loss, which costs no second product with the vocabulary; they are
-those of the weighted loss, because a weight that came later would round 16-bit values once more.
+The logits of a part, their float32 copy and their gradient exist only while the part is computed. If the output layer is a plain
+linear one, the gradients are computed together with the loss, which needs no second product with the vocabulary. They are those
+of the weighted loss, because a later weight would round 16-bit values once more.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from finetune_memory.loss import ROWS_RECOMPUTED, rows_per_part
 
 @dataclass(frozen=True)
 class Targets:
-    """Which rows are scored, and what they should predict. Tensors int64 of shape [N] on the model's device."""
+    """The rows that are scored, and the tokens that they should predict. Tensors int64 of shape [N] on the model's device."""
 
     rows: torch.Tensor
-    """Positions in a batch flattened to [B * T], rising."""
+    """Positions in a batch flattened to [B * T], ascending."""
     labels: torch.Tensor
     """Token that row `rows[n]` should predict."""
     weight: float
@@ -51,12 +51,13 @@ def cross_entropy_of_linear(
 
 
 def cross_entropy_of(rows: torch.Tensor, to_logits: Callable[[torch.Tensor], torch.Tensor], targets: Targets) -> torch.Tensor:
-    """The same for any output layer: `rows` [N, ...] are those of `targets`, and `to_logits` makes [n, V] of n of them.
+    """The sum of `cross_entropy_of_linear` for any output layer.
 
-    What a part needs is computed again in backward.
+    `rows` [N, ...] are those of `targets`, and `to_logits` makes [n, V] of n of them. The logits of a part are computed again in
+    backward.
     """
     if not len(targets.labels):
-        # An empty sum must still depend on everything trained, or the backward hooks of some rank never run.
+        # An empty sum must still depend on everything trained; otherwise the backward hooks of some rank never run.
         return to_logits(rows).float().sum() * targets.weight
 
     def part_sum(some: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -108,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     _add_product(of_weight, of_logits.t(), rows[part])
                 if of_bias is not None:
                     of_bias += of_logits.sum(0, dtype=torch.float32)
-                # Or they stay until the next part has its own: on a GPU 2^27 values.
+                # Otherwise they exist until the next part has its own: on a GPU 2^27 values.
                 del logits, of_logits
         if of_rows is not None:
             whole = torch.zeros_like(flat)
@@ -121,9 +122,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, of_loss: torch.Tensor) -> tuple[Any, ...]:
-        # One factor for all; they are this function's own and are used once.
-        found = [getattr(ctx, name, None) for name in ("of_hidden", "of_weight", "of_bias")]
-        scaled = [None if gradient is None else gradient.mul_(of_loss) for gradient in found]
+        # One factor scales all gradients, which belong to this function and are used once.
+        gradients = [getattr(ctx, name, None) for name in ("of_hidden", "of_weight", "of_bias")]
+        scaled = [None if gradient is None else gradient.mul_(of_loss) for gradient in gradients]
         ctx.of_hidden = ctx.of_weight = ctx.of_bias = None
         return (*scaled, None, None)
 

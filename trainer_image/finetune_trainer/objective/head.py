@@ -1,8 +1,8 @@
 """An output layer that returns the loss of a forward pass instead of its logits.
 
-The layer stays the module that it is, with its name, parameters and place in the model: only its `forward` is replaced, so FSDP's
-hooks gather its parameters as ever, and checkpoints, adapters and exports know nothing of it. What to score comes from the
-caller of the model, for the length of that call; without it the layer returns logits.
+The layer keeps its module, name, parameters and place in the model. Only its `forward` is replaced, so FSDP's hooks gather its
+parameters as usual, and checkpoints, adapters and exports are not affected. The caller of the model sets the targets for the
+duration of the call; without them the layer returns logits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Scoring:
 
     targets: Targets
     loss: torch.Tensor | None = None
-    """Set by the output layer; None where the model has none of ours, so that its output is logits."""
+    """Set by the output layer; None if the model's layer was not replaced, so that its output is logits."""
 
 
 _scoring: ContextVar[Scoring | None] = ContextVar("scoring", default=None)
@@ -41,7 +41,7 @@ _scoring: ContextVar[Scoring | None] = ContextVar("scoring", default=None)
 
 @contextmanager
 def scored(targets: Targets) -> Iterator[Scoring]:
-    """Let the output layer score `targets` in the one call of the model made within."""
+    """Let the output layer score `targets` in the one call of the model in the body."""
     scoring = Scoring(targets)
     token = _scoring.set(scoring)
     try:
@@ -51,16 +51,16 @@ def scored(targets: Targets) -> Iterator[Scoring]:
 
 
 def install(model: nn.Module) -> None:
-    """Replace the `forward` of the model's output layer where the model returns what that layer returns.
+    """Replace the `forward` of the model's output layer if the model returns what that layer returns.
 
-    Some models scale or cap their logits afterwards: they are left as they are. Call before sharding.
+    Some models scale or cap their logits afterwards; they are left as they are. Call this before sharding.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(base, PreTrainedModel):
         return
     head = base.get_output_embeddings()
     while isinstance(head, ModulesToSaveWrapper):
-        # The wrapper passes on what the trained copy returns, and FSDP may make the copy a unit of its own.
+        # The wrapper returns the output of the trained copy, and FSDP may make the copy a unit of its own.
         head = head.modules_to_save[head.active_adapters[0]]
     if isinstance(head, nn.Module) and returns_output_of_head(base):
         head.forward = _ScoringForward(head, head.forward)
@@ -94,7 +94,7 @@ class _ScoringForward:
 
 
 class _BodyOutput:
-    """Hidden states, and None for all else that a body may return."""
+    """Hidden states, and None for everything else that a body may return."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -111,9 +111,9 @@ def _unchanged(logits: torch.Tensor) -> torch.Tensor:
 
 
 def returns_output_of_head(model: PreTrainedModel) -> bool:
-    """Whether the model's `logits` are the very tensor that its output layer returned, and that layer is called once.
+    """Whether the model's `logits` are the tensor that its output layer returned, and that layer is called once.
 
-    Asked of a copy on the meta device whose body is left out: no value is computed, and nothing of `model` is touched.
+    This is tested with a copy on the meta device without the body: no value is computed, and `model` is not changed.
     """
     returned: list[torch.Tensor] = []
 

@@ -27,11 +27,11 @@ class NextToken:
         packed_documents.leave_padding_unchecked(model)
 
     def num_terms(self, data: PreparedSplit, sequences: Sequence[int]) -> int:
-        """Supervised tokens."""
+        """Number of supervised tokens."""
         return data.supervised_tokens(sequences)
 
     def size(self, batch: Batch) -> BatchSize:
-        """Of its documents."""
+        """Size of the batch's documents."""
         return BatchSize(sum(batch.document_lengths), sum(length * length for length in batch.document_lengths))
 
     def weighted_loss(
@@ -39,7 +39,7 @@ class NextToken:
     ) -> torch.Tensor:
         """`weight` times the summed cross-entropy.
 
-        The model gets no attention mask: positions that start again at 0 keep documents apart, or their bounds do.
+        The model gets no attention mask: positions that restart at 0 separate documents, or their bounds do.
         """
         targets = targets_of(batch.labels, weight, device)
         context: AbstractContextManager[object] = torch.autocast(device.type, dtype=autocast) if autocast else nullcontext()
@@ -58,7 +58,7 @@ class NextToken:
 
 
 def targets_of(labels: torch.Tensor, weight: float, device: torch.device) -> Targets:
-    """`labels` [B, T], not shifted, on the CPU, where looking for the supervised ones stops no device."""
+    """Targets of `labels` [B, T], not shifted, on the CPU, where a search for supervised tokens blocks no device."""
     num_rows, length = labels.shape
     following = torch.full((num_rows, length), IGNORED_LABEL, dtype=labels.dtype)
     following[:, :-1] = labels[:, 1:]

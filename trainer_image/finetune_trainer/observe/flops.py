@@ -1,8 +1,8 @@
 """Floating-point operations that training needs by the model's mathematics.
 
-What is computed again to save memory, padding of documents to rows inside attention, norms, activations and embeddings (lookups,
-no products) do not count; the output layer does. So model FLOPs utilisation (MFU; Chowdhery et al., 2022, appendix B) compares
-runs whatever they do to save memory.
+Recomputation to save memory, padding of documents inside attention, norms, activations and embeddings (lookups, not products) do
+not count; the output layer does. So model FLOPs utilisation (MFU; Chowdhery et al., 2022, appendix B) compares runs whatever they
+do to save memory.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from torch import nn
 
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 _REPLACED = ".original_module."
-"""PEFT keeps the frozen original of a layer in modules_to_save under this name, and does not compute it."""
+"""Name under which PEFT keeps the frozen original of a layer in modules_to_save, which it does not compute."""
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What one token and one document cost."""
+    """Cost of one token and one document."""
 
     matmul_parameters: float
-    """Values of all matrices that a token is multiplied with, adapters and output layer included, embeddings not. Of experts, as
-    many as a token is sent to."""
+    """Number of values of all matrices that a token is multiplied with, adapters and output layer included, embeddings not. Only
+    as many experts count as a token is sent to.
+    """
     trained_matmul_parameters: float
-    """Those of them that are trained."""
+    """Number of those values that are trained."""
     attention_layers: int
     attention_width: int
-    """Attention heads times their dimension."""
+    """Number of attention heads times their dimension."""
 
     def step_flops(self, tokens: int, squared_document_lengths: int) -> float:
-        """Of an optimizer step over documents with `tokens` tokens together.
+        """Operations of an optimizer step over documents with `tokens` tokens together.
 
         Matrices: two operations (multiply, add) per value and token forward; two in the backward pass for the gradient of the
         input; two more for the gradient of the matrix itself where it is trained. So 6 per value in full fine-tuning (Kaplan et
@@ -67,19 +68,21 @@ def model_cost(model: nn.Module, config: Any) -> ModelCost:
 
 
 def _matrices(module: nn.Module, *, is_expert: bool) -> list[tuple[int, bool]]:
-    """Values of the module's own matrices, and whether they are trained."""
+    """Sizes of the module's own matrices, and whether they are trained."""
     if isinstance(module, nn.Linear):
-        # By its declared size: 4-bit weights are stored in another shape.
+        # Declared size, since 4-bit weights are stored in another shape.
         return [(module.in_features * module.out_features, module.weight.requires_grad)]
     if isinstance(module, nn.Embedding):
         return []
     # Routers and GPT-2's layers are not nn.Linear; all experts of a layer may be one parameter [experts, rows, columns].
     dims = (2, 3) if is_expert else (2,)
-    return [(each.numel(), each.requires_grad) for each in module.parameters(recurse=False) if each.dim() in dims]
+    return [
+        (parameter.numel(), parameter.requires_grad) for parameter in module.parameters(recurse=False) if parameter.dim() in dims
+    ]
 
 
 def _active_share_of_experts(config: Any) -> float:
-    """Experts per token over experts, by the names that transformers' configurations give them."""
+    """Experts per token over experts, by their names in transformers' configurations."""
     chosen = getattr(config, "num_experts_per_tok", None)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((count for name in names if (count := getattr(config, name, None))), None)

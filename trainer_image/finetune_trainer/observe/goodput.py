@@ -1,7 +1,7 @@
-"""How a job has spent its time over all its attempts: steps that count, and everything else by cause.
+"""How a job has spent its time over all its attempts: on steps that count, and on everything else by cause.
 
-Each attempt writes records: one at its start, then the seconds it has spent on each activity so far. Every second between the
-start of the first attempt and the latest record belongs to exactly one cause, so the parts add up.
+Each attempt writes records: one at its start, then the seconds that it has spent on each activity so far. Every second between
+the start of the first attempt and the latest record has exactly one cause, so the parts add up.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 
 class Activity(StrEnum):
-    """What a rank 0 does, one thing at a time."""
+    """Activity of rank 0, one at a time."""
 
     STARTUP = "startup"
-    """From the start of the process to the first step: imports, joining the gang, loading, and building the model."""
+    """Time from the start of the process to the first step: imports, joining the gang, loading, and building the model."""
     STEPS = "steps"
     """Optimizer steps, without waiting for data."""
     DATA_WAIT = "data_wait"
@@ -30,16 +30,18 @@ class Activity(StrEnum):
 
 
 class Cause(StrEnum):
-    """What time was spent on that brought no step that counts."""
+    """Cause of time that brought no step that counts."""
 
     STARTUP = "startup"
     LOST_STEPS = "lost_steps"
-    """Steps that were done and had to be done again, because the run was resumed from before them."""
+    """Steps that had to be done again, because the run was resumed from before them."""
     CHECKPOINT = "checkpoint"
     EVALUATION = "evaluation"
     DATA_WAIT = "data_wait"
     BETWEEN_ATTEMPTS = "between_attempts"
-    """From the latest record of an attempt to the start of the next: steps after that record, scheduling, images, other pods."""
+    """Time from the latest record of an attempt to the start of the next: steps after that record, scheduling, images, other
+    pods.
+    """
     EXPORT = "export"
     OTHER = "other"
 
@@ -50,7 +52,7 @@ class _Record(BaseModel):
     time: float
     """Seconds since the epoch."""
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
 
 
 class AttemptStarted(_Record):
@@ -60,19 +62,19 @@ class AttemptStarted(_Record):
     world_size: int | None = None
     """Ranks of the attempt; None: written by a release that did not record it."""
     device: str | None = None
-    """What rank 0 computed on: `cpu`, or the name of a GPU."""
+    """Device of rank 0: `cpu`, or the name of a GPU."""
 
 
 class TimeSpent(_Record):
-    """What the attempt has spent so far. `time` is its start plus the seconds, so no change of the clock loses or adds any."""
+    """Time that the attempt has spent so far. `time` is its start plus the seconds, so a change of the clock does not matter."""
 
     kind: Literal["spent"] = "spent"
     seconds: Mapping[Activity, float]
-    """Since the start of the attempt."""
+    """Seconds by activity since the start of the attempt."""
     num_saves: int = 0
-    """Checkpoints that it has taken so far."""
+    """Number of checkpoints that it has taken so far."""
     is_last: bool = False
-    """The attempt has ended by itself: one that is killed leaves no such record."""
+    """The attempt has ended by itself; a killed one leaves no such record."""
 
 
 GoodputRecord = AttemptStarted | TimeSpent
@@ -81,14 +83,14 @@ _RECORD: TypeAdapter[GoodputRecord] = TypeAdapter(GoodputRecord)
 
 @dataclass(frozen=True)
 class GoodputTotals:
-    """Where the time has gone."""
+    """Totals of all attempts."""
 
     productive_seconds: float = 0.0
     badput_seconds: Mapping[Cause, float] = field(default_factory=dict)
 
     @property
     def total_seconds(self) -> float:
-        """Since the first attempt's start."""
+        """Seconds since the first attempt's start."""
         return self.productive_seconds + sum(self.badput_seconds.values())
 
     @property
@@ -97,7 +99,7 @@ class GoodputTotals:
         return self.productive_seconds / self.total_seconds if self.total_seconds > 0 else None
 
     def plus(self, seconds: Mapping[Activity, float]) -> GoodputTotals:
-        """With the seconds of a running attempt, all of whose steps count so far."""
+        """The totals with the seconds of a running attempt, all of whose steps count so far."""
         badput = dict(self.badput_seconds)
         for activity, spent in seconds.items():
             if activity is not Activity.STEPS:
@@ -108,16 +110,16 @@ class GoodputTotals:
 
 @dataclass(frozen=True)
 class AttemptLosses:
-    """Attempts that ended with steps that had to be done again, or were killed; and what is known of their saves."""
+    """Attempts that lost steps or were killed, and the costs of saves."""
 
     count: int = 0
     seconds: float = 0.0
-    """That all attempts have run."""
+    """Seconds that all attempts have run."""
     save_seconds: float = 0.0
     num_saves: int = 0
 
     def plus(self, seconds: Mapping[Activity, float], num_saves: int) -> AttemptLosses:
-        """With a running attempt."""
+        """The losses with a running attempt."""
         return AttemptLosses(
             self.count,
             self.seconds + sum(seconds.values()),
@@ -127,22 +129,24 @@ class AttemptLosses:
 
 
 def attempt_losses(records: Sequence[GoodputRecord]) -> AttemptLosses:
-    """Of all attempts but the one that the last record starts. An attempt that saved before it ended has lost nothing."""
-    found = AttemptLosses()
+    """Losses of all attempts except the one that the last record starts. An attempt that saved before it ended has lost
+    nothing.
+    """
+    losses = AttemptLosses()
     latest: GoodputRecord | None = None
     for record in records:
         if isinstance(record, AttemptStarted) and latest is not None:
             is_whole = isinstance(latest, TimeSpent) and latest.is_last and record.step >= latest.step
             spent = latest if isinstance(latest, TimeSpent) else None
-            found = replace(found, count=found.count + (not is_whole))
-            found = found.plus(spent.seconds, spent.num_saves) if spent else found
+            losses = replace(losses, count=losses.count + (not is_whole))
+            losses = losses.plus(spent.seconds, spent.num_saves) if spent else losses
         if isinstance(record, AttemptStarted) or (latest is not None and record.attempt == latest.attempt):
             latest = record
-    return found
+    return losses
 
 
 def parse_records(lines: Iterable[Mapping[str, Any]]) -> list[GoodputRecord]:
-    """The records among these lines; others are passed over."""
+    """The records among these lines; other lines are skipped."""
     records = []
     for line in lines:
         try:
@@ -154,13 +158,13 @@ def parse_records(lines: Iterable[Mapping[str, Any]]) -> list[GoodputRecord]:
 
 def starts_and_ends(records: Iterable[GoodputRecord]) -> list[tuple[AttemptStarted, GoodputRecord]]:
     """Start and last record of each attempt, in their order."""
-    found: list[tuple[AttemptStarted, GoodputRecord]] = []
+    pairs: list[tuple[AttemptStarted, GoodputRecord]] = []
     for record in records:
         if isinstance(record, AttemptStarted):
-            found.append((record, record))
-        elif found:
-            found[-1] = found[-1][0], record
-    return found
+            pairs.append((record, record))
+        elif pairs:
+            pairs[-1] = pairs[-1][0], record
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,7 @@ class _Stretch:
     seconds: float
 
     def up_to(self, step: int) -> _Stretch:
-        """The part of it that ends at `step`; steps take equally long."""
+        """The part that ends at `step`, if steps take equally long."""
         last = max(min(self.last, step), self.first)
         length = self.last - self.first
         share = (last - self.first) / length if length else float(self.last <= step)
@@ -180,10 +184,10 @@ class _Stretch:
 
 
 def goodput_totals(records: Sequence[GoodputRecord]) -> GoodputTotals:
-    """All attempts together, in the order in which they were written.
+    """Totals of all attempts, whose records are in the order in which they were written.
 
-    If clocks of different machines disagree, so that an attempt seems to start before the one before it ended, the time
-    between them counts as none.
+    If clocks of different machines disagree, so that an attempt seems to start before the previous one ended, the time between
+    them counts as zero.
     """
     total = GoodputTotals()
     kept: list[_Stretch] = []

@@ -1,4 +1,4 @@
-"""Rank 0's Prometheus metrics: what they are called, what they mean, and how they are made from the state of the run.
+"""Rank 0's Prometheus metrics: their names, their meaning, and their values from the state of the run.
 
 `python -m finetune_trainer.observe.metrics` prints their table for the documentation.
 """
@@ -26,7 +26,7 @@ class Definition:
     """One metric."""
 
     name: str
-    """Without the prefix; with its unit."""
+    """Name without the prefix, with its unit."""
     kind: Literal["gauge", "counter", "histogram"]
     text: str
     label: str = ""
@@ -105,14 +105,14 @@ DEFINITIONS = (*GAUGES.values(), TOKENS, SUPERVISED_TOKENS, CHECKPOINTS, FAILED_
 
 @dataclass(frozen=True)
 class Durations:
-    """How many steps took how long."""
+    """Histogram of durations of steps."""
 
     counts: tuple[int, ...] = (0,) * (len(STEP_SECONDS_BOUNDS) + 1)
-    """By bound, and those above the last."""
+    """Counts by bound, and the count above the last bound."""
     total_seconds: float = 0.0
 
     def plus(self, seconds: float) -> Durations:
-        """With one more step."""
+        """The durations with one more step."""
         place = bisect_left(STEP_SECONDS_BOUNDS, seconds)
         counts = tuple(count + (number == place) for number, count in enumerate(self.counts))
         return Durations(counts, self.total_seconds + seconds)
@@ -120,7 +120,7 @@ class Durations:
 
 @dataclass(frozen=True)
 class Totals:
-    """What only grows while an attempt runs."""
+    """Counters that only grow while an attempt runs."""
 
     tokens: int = 0
     supervised_tokens: int = 0
@@ -131,7 +131,7 @@ class Totals:
 
 
 def families(progress: Progress, totals: Totals) -> Iterator[Metric]:
-    """All metrics with their samples."""
+    """Yield all metrics with their samples."""
     for name, definition in GAUGES.items():
         gauge = GaugeMetricFamily(PREFIX + definition.name, definition.text)
         value = getattr(progress, name)
@@ -165,9 +165,9 @@ def _buckets(counts: tuple[int, ...]) -> list[tuple[str, float]]:
 def page() -> str:
     """The metrics as a page of Markdown."""
     rows = "".join(
-        f"| `{PREFIX}{each.name}{'_total' if each.kind == 'counter' else ''}"
-        f"{'{' + each.label + '}' if each.label else ''}` | {each.kind} | {each.text} |\n"
-        for each in DEFINITIONS
+        f"| `{PREFIX}{definition.name}{'_total' if definition.kind == 'counter' else ''}"
+        f"{'{' + definition.label + '}' if definition.label else ''}` | {definition.kind} | {definition.text} |\n"
+        for definition in DEFINITIONS
     )
     return (
         "<!-- Generated: python -m finetune_trainer.observe.metrics > docs/reference/trainer-metrics.md -->\n"

@@ -1,7 +1,7 @@
-"""What the training loop reports, and where it goes: metrics, history, goodput records and trackers.
+"""Reports of the training loop, and their destinations: metrics, history, goodput records and trackers.
 
-The first rank has a `Reporter`; the others an `Observer`, which does nothing, so that the loop treats all alike. Neither decides
-anything. Files hold all attempts of the job; metrics and trackers hold this one.
+The first rank has a `Reporter`; the others have an `Observer`, which does nothing, so that the loop treats all alike. Neither
+decides anything. Files hold all attempts of the job; metrics and trackers hold this one.
 """
 
 from __future__ import annotations
@@ -48,62 +48,64 @@ _RESUMED = ("epoch", "loss", "learning_rate")
 
 @dataclass(frozen=True)
 class ObservedRun:
-    """What stays the same during an attempt."""
+    """Constants of an attempt."""
 
     context: RunContext
     plan: RunPlan
-    """With what preflight chose."""
+    """The plan with preflight's choices."""
     reached: DeviceFigures | None
-    """By the device of this rank before the start; None: it was not tested."""
+    """Speeds that this rank's device reached before the start; None: it was not tested."""
     gang: Gang
     num_sequences: int
     total_steps: int
     first_step: int
-    """Steps that earlier attempts have done."""
+    """Number of steps that earlier attempts have done."""
     is_resumed: bool
-    """From a checkpoint."""
+    """Whether the run continues from a checkpoint."""
     checkpoints: Checkpoints
 
 
 @dataclass(frozen=True)
 class StepDone:
-    """One optimizer step, with what was evaluated after it."""
+    """One optimizer step, with the evaluation after it."""
 
     step: int
-    """Steps done."""
+    """Number of steps done."""
     learning_rate: float
     seconds: float
     result: StepResult
     state: RunState
     was_evaluated: bool
     peak_memory_bytes: int | None
-    """Over all ranks; None where it was not asked for after this step."""
+    """Peak over all ranks; None if it was not requested after this step."""
     is_saved: bool
-    """A checkpoint follows."""
+    """Whether a checkpoint follows."""
 
 
 class Observer:
-    """Does nothing: for the ranks that do not report."""
+    """Does nothing, for the ranks that do not report."""
 
     def during(self, _activity: Activity) -> AbstractContextManager[None]:
-        """Time in the body is spent on this activity."""
+        """Count the time in the body for this activity."""
         return nullcontext()
 
     def evaluated_before_start(self, state: RunState) -> None:
-        """The base model's held-out loss is known."""
+        """Report the base model's held-out loss."""
 
     def stepped(self, done: StepDone) -> None:
-        """Call before the checkpoint: a run resumed from it does not do this step again, so nobody else would write its line."""
+        """Report a step. Call this before the checkpoint: a run resumed from it does not do this step again, so its line would be
+        missing.
+        """
 
     def saved(self) -> None:
-        """A checkpoint has been taken."""
+        """Report that a checkpoint has been taken."""
 
     def interval_for_losses(self) -> float | None:
-        """Seconds between saves that lose the least time, by what was lost so far; None if nothing was, or for other ranks."""
+        """Seconds between saves that lose the least time, by the losses so far; None without losses, or for other ranks."""
         return None
 
     def facts(self) -> dict[str, str]:
-        """For the report of a run that has ended well."""
+        """Facts for the report of a run that has succeeded."""
         return {}
 
 
@@ -161,7 +163,7 @@ class Reporter(Observer):
         self._run, self._run_metrics, self._stopwatch, self._trackers = run, run_metrics, stopwatch, trackers
         workspace = run.context.workspace
         self._history = History(workspace.history, run.first_step if run.is_resumed else None)
-        # A run that was stopped during the export has no step to come that would tell these.
+        # A run that was stopped during the export does no further step that would set these.
         self._run_metrics.update(**{name: self._history.resumed[name] for name in _RESUMED if name in self._history.resumed})
         device = run.gang.device
         product = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -250,12 +252,12 @@ class Reporter(Observer):
         self._see_checkpoints()
 
     def interval_for_losses(self) -> float | None:
-        found = self._goodput.losses()
-        # Until one was measured, a save is taken to last as long as a step.
-        save_seconds = found.save_seconds / found.num_saves if found.num_saves else self._window.seconds_mean
-        if not found.count or save_seconds is None:
+        losses = self._goodput.losses()
+        # Until a save was measured, it is assumed to last as long as a step.
+        save_seconds = losses.save_seconds / losses.num_saves if losses.num_saves else self._window.seconds_mean
+        if not losses.count or save_seconds is None:
             return None
-        return best_interval(save_seconds, found.seconds / found.count)
+        return best_interval(save_seconds, losses.seconds / losses.count)
 
     def facts(self) -> dict[str, str]:
         goodput_totals = self._goodput.totals()
@@ -274,7 +276,7 @@ class Reporter(Observer):
         self._history.close()
 
     def _see_checkpoints(self) -> None:
-        """An asynchronous one is complete some steps after it was taken."""
+        """Update checkpoint metrics. An asynchronous checkpoint is complete some steps after it was taken."""
         checkpoints, totals = self._run.checkpoints, self._run_metrics.totals
         complete = checkpoints.complete_step()
         is_new = complete != self._run_metrics.progress.checkpoint_step
@@ -293,14 +295,14 @@ class Reporter(Observer):
         return self._share(flops_per_second, self._peak)
 
     def _share(self, flops_per_second: float | None, of: float | None) -> float | None:
-        """Of what all devices can; of: what one can."""
+        """Share of the speed of all devices. of: speed of one device."""
         if flops_per_second is None or of is None:
             return None
         return flops_per_second / (of * self._run.gang.world_size)
 
 
 def calculated_tokens_per_second(plan: RunPlan, base_model: Path, product: str) -> float | None:
-    """Of all ranks on such devices; None if the planner does not know the device, or what the model is made of."""
+    """Tokens per second of all ranks on such devices; None if the planner does not know the device or the model."""
     try:
         files = read_model(base_model)
         return calculated_pace(plan, model_shape(plan, files), files.stored, product).tokens_per_second
@@ -309,7 +311,7 @@ def calculated_tokens_per_second(plan: RunPlan, base_model: Path, product: str) 
 
 
 def _peak_and_cost(run: ObservedRun, product: str) -> tuple[float | None, ModelCost | None]:
-    """The device's peak, if it is known, and the model's cost; None if nothing is known of the device."""
+    """The device's peak, if it is known, and the model's cost; None if nothing is known about the device."""
     known = device_of(product)
     if known is None and run.reached is None:
         return None, None
@@ -321,7 +323,7 @@ def _peak_and_cost(run: ObservedRun, product: str) -> tuple[float | None, ModelC
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most that this rank has used so far: of its device, or resident on the CPU."""
+    """Peak memory of this rank so far: of its device, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux counts in KiB.

@@ -1,6 +1,6 @@
-"""Files that rank 0 appends JSON lines to: the history, a line for each optimizer step, and how attempts spend time.
+"""Files to which rank 0 appends JSON lines: the history, a line for each optimizer step, and how attempts spend time.
 
-Both are of the whole job, whatever attempt did it; what a crash cut off is completed or left out when they are read.
+Both cover the whole job with all attempts; lines that a crash cut off are completed or left out when they are read.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from finetune_trainer.observe.goodput import (
 )
 
 LONGEST_GAP_SECONDS = 60.0
-"""Between two records: what a killed attempt did after its last one counts as the time until the next attempt."""
+"""Longest time between two records: what a killed attempt did after its last one counts as the time until the next attempt."""
 
 
 def kept_lines(text: str, resumed_step: int) -> list[dict[str, Any]]:
-    """The lines up to the resumed step; later ones are written again, and a line cut off by a crash goes."""
+    """The lines up to the resumed step. Later ones are written again, and a line cut off by a crash is dropped."""
     return [line for line in read_lines(text) if isinstance(line.get("step"), int) and line["step"] <= resumed_step]
 
 
 class History:
-    """Appends lines; losing the last ones in a crash does no harm, because a resumed run writes them again."""
+    """Appends lines. Losing the last ones in a crash does no harm, because a resumed run writes them again."""
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
-        """`resumed_step`: None for a run from the start. Raises OSError."""
+        """resumed_step: None for a run from the start. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         before = read_own(path).decode(errors="replace") if path.exists() and resumed_step is not None else ""
         kept = kept_lines(before, resumed_step or 0)
         write_durably(path, "".join(f"{json.dumps(line)}\n" for line in kept).encode())
         self._lines = JsonLines(path)
         self.tokens: int = sum(line.get("tokens", 0) for line in kept)
-        """Computed in all steps that count."""
+        """Number of tokens computed in all steps that count."""
         self.resumed: dict[str, Any] = kept[-1] if kept else {}
         """Line of the step after which the run continues."""
 
     def append(self, **values: Any) -> None:
-        """Add one line; what is not known is left out."""
+        """Add one line without values that are None."""
         self.tokens += values.get("tokens", 0)
         self._lines.append({name: value for name, value in values.items() if value is not None})
 
@@ -70,13 +70,13 @@ class Stopwatch:
         self._activity, self._since = Activity.STARTUP, clock()
 
     def seconds(self) -> dict[Activity, float]:
-        """Until now."""
+        """Seconds by activity until now."""
         self._close()
         return dict(self._seconds)
 
     @contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
-        """Time in the body belongs to `activity`, time after it to none in particular; start-up ends with the first step."""
+        """Count time in the body for `activity`, and time after it for no particular one; start-up ends with the first step."""
         is_starting = self._activity is Activity.STARTUP and activity is not Activity.STEPS
         self._turn_to(activity)
         try:
@@ -85,7 +85,7 @@ class Stopwatch:
             self._turn_to(Activity.STARTUP if is_starting else Activity.OTHER)
 
     def move(self, seconds: float, source: Activity, target: Activity) -> None:
-        """Count seconds otherwise, at most as many as there are."""
+        """Move seconds from one activity to another, at most as many as it has."""
         moved = min(seconds, self._seconds.get(source, 0.0))
         self._seconds[source] = self._seconds.get(source, 0.0) - moved
         self._seconds[target] = self._seconds.get(target, 0.0) + moved
@@ -101,10 +101,10 @@ class Stopwatch:
 
 
 class GoodputRecorder:
-    """How all attempts have spent their time, and the file of their records."""
+    """Totals of time over all attempts, and the file of their records."""
 
     def __init__(self, path: Path, start: AttemptStarted, stopwatch: Stopwatch) -> None:
-        """`start`: its time is that of this call, in seconds since the epoch. Raises OSError if the file cannot be opened."""
+        """start: its time is that of this call, in seconds since the epoch. Raises OSError if the file cannot be opened."""
         earlier: list[GoodputRecord] = parse_records(read_lines(read_own(path).decode(errors="replace"))) if path.exists() else []
         self._attempt, self._stopwatch = start.attempt, stopwatch
         self._start = start.model_copy(update={"time": start.time - sum(stopwatch.seconds().values())})
@@ -115,15 +115,15 @@ class GoodputRecorder:
         self._written_at = self._start.time
 
     def totals(self) -> GoodputTotals:
-        """Until now."""
+        """Totals until now."""
         return self._before.plus(self._stopwatch.seconds())
 
     def losses(self) -> AttemptLosses:
-        """Of earlier attempts, with the time of this one."""
+        """Losses of earlier attempts, with the time of this one."""
         return self._losses.plus(self._stopwatch.seconds(), self._num_saves)
 
     def saved(self) -> None:
-        """A checkpoint has been taken."""
+        """Record that a checkpoint has been taken."""
         self._num_saves += 1
 
     def record(self, step: int, *, always: bool, is_last: bool = False) -> None:
@@ -138,15 +138,15 @@ class GoodputRecorder:
             self._written_at = now
 
     def close(self, step: int) -> None:
-        """The last record."""
+        """Write the last record."""
         self.record(step, always=True, is_last=True)
         self._lines.close()
 
 
 def process_age_seconds() -> float:
-    """Time since the kernel started this process; 0 where it does not say."""
+    """Time since the kernel started this process; 0 if the kernel does not report it."""
     try:
-        # Field 22 of proc(5)'s stat, counted behind the name, which may hold spaces.
+        # Field 22 of proc(5)'s stat, counted from behind the name, which may contain spaces.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0.0

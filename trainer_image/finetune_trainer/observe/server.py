@@ -25,7 +25,7 @@ class RunMetrics(Collector):
     """Progress and totals of this attempt, always of the same moment."""
 
     def __init__(self, progress: Progress, is_stalled: Callable[[], bool]) -> None:
-        """`is_stalled`: whether training makes no progress; asked at each request for /healthz."""
+        """is_stalled: whether training makes no progress; called at each request for /healthz."""
         self._lock = threading.Lock()
         self._progress, self._totals = progress, Totals()
         self.is_stalled = is_stalled
@@ -49,19 +49,19 @@ class RunMetrics(Collector):
             self._progress = self._progress.model_copy(update=changes)
 
     def collect(self) -> Iterable[Metric]:
-        """For Prometheus' library."""
+        """Yield the metrics for Prometheus' library."""
         with self._lock:
             progress, totals = self._progress, self._totals
         return families(progress, totals)
 
     def metrics(self) -> bytes:
-        """In Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 @contextmanager
 def serving(run_metrics: RunMetrics, port: int) -> Iterator[int]:
-    """Answer on all interfaces in a thread while the body runs; the port: 0 takes any free one. Raises OSError."""
+    """Answer on all interfaces in a thread while the body runs; yields the port. port: 0 takes any free one. Raises OSError."""
 
     def health() -> Answer:
         if run_metrics.is_stalled():

@@ -1,7 +1,7 @@
 """Weights & Biases and MLflow as trackers, for trainer images that have their packages.
 
-With a key or an address in the environment they send to their service; without, they write to the workspace, from where
-everything can be sent later. Training pods of a cluster have no way out, so there it is always the workspace.
+With a key or an address in the environment they send to their service; without, they write to the workspace, from which
+everything can be sent later. Training pods of a cluster have no network access, so there it is always the workspace.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 WANDB_KEY, MLFLOW_ADDRESS = "WANDB_API_KEY", "MLFLOW_TRACKING_URI"
 UID_TAG = "finetune.uid"
 MAX_SETTING = 250
-"""Characters of a setting that MLflow is told; every release of it takes as many."""
+"""Longest setting that is sent to MLflow, in characters, which every release of MLflow accepts."""
 
 
 class WeightsAndBiases:
-    """A run of W&B for each job: the next attempt continues it. Project: the namespace."""
+    """A run of W&B for each job, which the next attempt continues. Its project is the namespace."""
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Raises what the package raises."""
+        """Start or continue the run. Raises errors of the package."""
         folder = Path(run["directory"])
         folder.mkdir(parents=True, exist_ok=True)
         self._run = import_module("wandb").init(
@@ -37,20 +37,20 @@ class WeightsAndBiases:
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One line of the history."""
+        """Log one line of the history."""
         self._run.log(dict(values), step=step)
 
     def finish(self, outcome: str) -> None:
-        """Wait until it is sent or written."""
+        """Wait until everything is sent or written."""
         self._run.summary["outcome"] = outcome
         self._run.finish(exit_code=0 if outcome == "Succeeded" else 1)
 
 
 class MLflow:
-    """A run of MLflow for each job: the next attempt continues it. Experiment: the namespace."""
+    """A run of MLflow for each job, which the next attempt continues. Its experiment is the namespace."""
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Raises what the package raises."""
+        """Start or continue the run. Raises errors of the package."""
         self._entities = import_module("mlflow.entities")
         folder = Path(run["directory"]).absolute()
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,19 +61,21 @@ class MLflow:
         number = experiment.experiment_id if experiment is not None else self._client.create_experiment(run["namespace"])
         earlier = self._client.search_runs([number], f"tags.`{UID_TAG}` = '{run['uid']}'", max_results=1)
         tags = {UID_TAG: run["uid"]}
-        found = earlier[0] if earlier else self._client.create_run(number, run_name=run["name"], tags=tags)
-        self._id = found.info.run_id
+        tracked_run = earlier[0] if earlier else self._client.create_run(number, run_name=run["name"], tags=tags)
+        self._id = tracked_run.info.run_id
         self._client.update_run(self._id, status="RUNNING")
         settings = [self._entities.Param(name, value) for name, value in _settings(run["plan"])]
         self._client.log_batch(self._id, params=settings)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One line of the history."""
+        """Log one line of the history."""
         now = round(time.time() * 1000)
-        self._client.log_batch(self._id, metrics=[self._entities.Metric(name, each, now, step) for name, each in values.items()])
+        self._client.log_batch(
+            self._id, metrics=[self._entities.Metric(name, value, now, step) for name, value in values.items()]
+        )
 
     def finish(self, outcome: str) -> None:
-        """The run has ended."""
+        """Record how the run has ended."""
         self._client.set_tag(self._id, "finetune.outcome", outcome)
         self._client.set_terminated(self._id, "FINISHED" if outcome == "Succeeded" else "FAILED")
 

@@ -1,4 +1,4 @@
-"""Optimizer steps as they are reported: the result of one, and the pace of the latest."""
+"""Optimizer steps for reports: the result of one, and the pace of the latest."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did."""
+    """Result of one step."""
 
     loss: float
     """Mean over the supervised tokens of the global batch."""
     gradient_norm: float
-    """Before clipping, over all ranks."""
+    """Norm before clipping, over all ranks."""
     supervised_tokens: int
     tokens: int
-    """Of documents, padding not counted, over all ranks."""
+    """Tokens of documents, without padding, over all ranks."""
     squared_document_lengths: int
-    """Sum over all documents of length squared, over all ranks: for the work that attention does."""
+    """Sum over all documents of length squared, over all ranks, which determines the work of attention."""
     data_seconds: float
-    """What this rank waited for batches."""
+    """Time that this rank waited for batches."""
     compute_seconds: tuple[float, ...]
-    """What each rank computed, by rank. On CPU the main thread's time without waiting, so that slow ranks show; on a GPU elapsed
-    time without that for batches, which includes waiting for other ranks inside collectives."""
+    """Computing time of each rank, by rank. On a CPU it is the main thread's time without waiting, so that slow ranks show; on a
+    GPU it is elapsed time without waiting for batches, which includes waiting for other ranks inside collectives.
+    """
     stop: bool
-    """Some rank has been asked to stop."""
+    """Whether some rank has been asked to stop."""
     loss_scale: float
     """Factor of the loss with which the gradients were finite."""
 
@@ -38,20 +39,20 @@ WINDOW_STEPS = 100
 
 @dataclass(frozen=True)
 class StepTiming:
-    """One optimizer step."""
+    """Timing of one optimizer step."""
 
     seconds: float
     data_seconds: float
-    """Of rank 0, waiting for batches."""
+    """Time that rank 0 waited for batches."""
     tokens: int
-    """Over all ranks."""
+    """Tokens over all ranks."""
     flops: float | None
-    """By the model's mathematics, over all ranks."""
+    """Operations by the model's mathematics, over all ranks."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Of the steps in a window."""
+    """Pace of the steps in a window."""
 
     tokens_per_second: float
     flops_per_second: float | None
@@ -68,18 +69,18 @@ class PaceWindow:
         self._steps: deque[StepTiming] = deque(maxlen=size)
 
     def add(self, step: StepTiming) -> Pace:
-        """The pace with this step."""
+        """Add a step; returns the pace with it."""
         self._steps.append(step)
         return pace(self._steps)
 
     @property
     def seconds_mean(self) -> float | None:
-        """Of a step; None before the first."""
+        """Mean duration of a step; None before the first."""
         return pace(self._steps).seconds_mean if self._steps else None
 
 
 def pace(steps: Sequence[StepTiming]) -> Pace:
-    """Of at least one step."""
+    """Pace of at least one step."""
     seconds = [step.seconds for step in steps]
     total = max(sum(seconds), 1e-9)
     flops = [step.flops for step in steps if step.flops is not None]
@@ -99,7 +100,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def straggler_ratio(compute_seconds: Sequence[float]) -> float | None:
-    """Slowest rank over the median rank; None where nothing was measured."""
+    """Slowest rank over the median rank; None if nothing was measured."""
     if not compute_seconds:
         return None
     median = statistics.median(compute_seconds)

@@ -1,8 +1,8 @@
-"""Experiment trackers: found by name, fed from a thread of their own, and never able to harm the run.
+"""Experiment trackers: found by name, fed from a thread of their own, and unable to harm the run.
 
-TensorBoard's files are written always, the others if the job names them. Weights & Biases and MLflow are offered if the image has
+TensorBoard's files are always written, the others if the job names them. Weights & Biases and MLflow are offered if the image has
 their packages; any other package in it offers a tracker as an entry point of group `finetune.trackers`: a callable without
-arguments that gives a `Tracker`.
+arguments that returns a `Tracker`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ from finetune_trainer.observe.services import MLflow, WeightsAndBiases
 
 log = logging.getLogger(__name__)
 WAITING_LINES = 10_000
-"""Lines that may wait for a tracker; more are dropped and counted."""
+"""Largest number of lines that wait for a tracker; more are dropped and counted."""
 FINISH_SECONDS = 5.0
-"""How long the end of a run waits for its trackers, all together: a pod that was asked to stop has little time left."""
+"""Time that the end of a run waits for all its trackers together: a pod that was asked to stop has little time left."""
 
 
 class Tracker(Protocol):
-    """What a tracker is told; all calls come from one thread, in this order. What it raises turns it off."""
+    """Interface of a tracker. All calls come from one thread, in this order. An exception turns the tracker off."""
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """`run`: namespace, name and uid of the job, attempt, steps done before, total_steps, the whole plan, and a directory on
-        the workspace for what a tracker writes.
+        """Begin a run.
+
+        run: namespace, name and uid of the job, attempt, steps done before, total_steps, the whole plan, and a directory on the
+        workspace for the tracker's files.
         """
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """A line of the history. After a resume steps may come again that an earlier attempt has logged."""
+        """Log a line of the history. After a resume, steps may be logged again."""
         ...
 
     def finish(self, outcome: str) -> None:
-        """`Succeeded`, or the class of the failure; not called where the process is killed."""
+        """End the run. outcome: `Succeeded`, or the class of the failure. Not called if the process is killed."""
         ...
 
 
@@ -52,7 +54,7 @@ BUILT_IN: dict[str, tuple[str | None, Callable[[], Tracker]]] = {
     WANDB: ("wandb", WeightsAndBiases),
     MLFLOW: ("mlflow", MLflow),
 }
-"""By name: the package that it needs, and how it is made."""
+"""Trackers by name: the required package, and how to create the tracker."""
 
 
 def offered_trackers() -> set[str]:
@@ -62,13 +64,13 @@ def offered_trackers() -> set[str]:
 
 
 def unknown_trackers(plan: RunPlan) -> Finding | None:
-    """Trackers that no package of this image offers."""
+    """The finding of trackers that no package of this image offers, or None."""
     offered = sorted(offered_trackers())
     unknown = [name for name in plan.training.trackers if name not in offered]
     if not unknown:
         return None
-    near = {name: found for name in unknown if (found := nearest_tracker(name, offered)) is not None}
-    write = "".join(f"write {found} for {name}, " for name, found in near.items()) + ("or " if near else "")
+    near = {name: near_name for name in unknown if (near_name := nearest_tracker(name, offered)) is not None}
+    write = "".join(f"write {near_name} for {name}, " for name, near_name in near.items()) + ("or " if near else "")
     return make_finding(
         "tracker-unknown",
         severity="error",
@@ -88,17 +90,17 @@ class Trackers:
         self._feeds = [_Feed(name) for name in dict.fromkeys((ALWAYS, *names))]
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Begin."""
+        """Begin the run in all trackers."""
         for feed in self._feeds:
             feed.put(lambda tracker: tracker.start(run))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass a line on."""
+        """Pass a line on to all trackers."""
         for feed in self._feeds:
             feed.put(lambda tracker: tracker.log(step, values))
 
     def finish(self, outcome: str) -> None:
-        """End, and wait a while for what is still on its way."""
+        """End all trackers, and wait a while for pending calls."""
         for feed in self._feeds:
             feed.end(lambda tracker: tracker.finish(outcome))
         for feed in self._feeds:
@@ -127,19 +129,19 @@ class _Feed:
         self._thread.start()
 
     def put(self, call: Call) -> None:
-        """Never waits: where too many calls wait already, this one is dropped."""
+        """Add a call without waiting; it is dropped if too many calls are pending."""
         if self._calls.qsize() < WAITING_LINES:
             self._calls.put(call)
         else:
             self._dropped += 1
 
     def end(self, last: Call) -> None:
-        """No call follows `last`."""
+        """Add the last call."""
         self._calls.put(last)
         self._calls.put(None)
 
     def wait(self, seconds: float) -> None:
-        """Until the thread has ended or the time is over."""
+        """Wait until the thread has ended or the time is over."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             log.warning("tracker %s did not end within %.0f s and is left behind", self._name, seconds)

@@ -1,1 +1,1 @@
-"""What only the real model and the real data can tell, found on a CPU before any GPU is held."""
+"""The checks that need the real model or the real data; they run on a CPU before any GPU is held."""

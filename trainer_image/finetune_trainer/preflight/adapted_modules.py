@@ -1,7 +1,7 @@
-"""A model with adapters in the words of its base: what has an adapter, what is packed, and how the base names it.
+"""Describes a model with adapters from its base: which modules have an adapter, which are packed, and how the base names them.
 
-PEFT puts modules of its own around those of the base, and itself around all of them, so that neither names nor weights are where
-the manifest has them. Asked by the checks of what is attached: attached.py, experts.py, bypassed.py and adapter_names.py.
+PEFT wraps modules of the base in its own, and the whole base as well, so neither names nor weights are where the manifest
+has them. The checks of attached adapters use this: attached.py, experts.py, bypassed.py and adapter_names.py.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from finetune_job.plan.method_plan import MethodPlan
 
 
 def name_in_base(name: str) -> str:
-    """The name that the base has for what PEFT calls `name`."""
+    """Returns the base's name of the module that PEFT calls `name`."""
     return name.removeprefix(INSIDE_PEFT).replace(".base_layer", "")
 
 
 def adapted_modules(model: nn.Module) -> dict[str, BaseTunerLayer]:
-    """What has an adapter, by its name in the base: modules, and parameters of which none is a layer's weight."""
+    """Returns the layers of PEFT by their name in the base: adapted modules, and adapted parameters that are no layer's
+    weight.
+    """
     return {
         name_in_base(f"{name}.{layer.parameter_name}" if isinstance(layer, ParamWrapper) else name): layer
         for name, layer in model.named_modules()
@@ -31,12 +33,12 @@ def adapted_modules(model: nn.Module) -> dict[str, BaseTunerLayer]:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether bitsandbytes holds its weight."""
+    """Whether the module's weight is packed by bitsandbytes."""
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
     return isinstance(module, Linear4bit | Linear8bitLt)
 
 
 def adapter_settings(method: MethodPlan) -> dict[str, Any]:
-    """What the manifest sets of a method other than LoRA's family; empty for that."""
+    """Returns the manifest's settings of a method outside LoRA's family; empty for LoRA's."""
     return {} if method.adapter is None else method.adapter.settings

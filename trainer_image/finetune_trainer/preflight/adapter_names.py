@@ -1,7 +1,7 @@
-"""The names in the settings of an adapter, checked against the loaded model (name_matching.py has the rules of matching).
+"""Checks the names in the settings of an adapter against the loaded model (name_matching.py has the rules of matching).
 
-Of architectures whose experts were linear layers once, PEFT turns the old names of these, and all-linear, into names of
-stacked parameters (peft.utils.transformers_weight_conversion). What it then adapts, leaves out and writes down is checked, too.
+For architectures whose experts used to be linear layers, PEFT turns their old names, and all-linear, into names of stacked
+parameters (peft.utils.transformers_weight_conversion). What it then adapts, leaves out and writes down is checked as well.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ _LINEAR = (nn.Linear, Conv1D)
 
 
 def check_method_settings(seen: ModelInspection) -> list[Finding]:
-    """Settings of methods other than LoRA."""
+    """Checks the settings of methods other than LoRA."""
     method = seen.plan.method
     return [] if method.adapter is None else wrong_method_settings(method.type, method.adapter, _modules(seen))
 
 
 def check_module_names(seen: ModelInspection) -> list[Finding]:
-    """Names of modules to adapt, to exclude and to train whole, numbers of layers, and patterns."""
+    """Checks the names of modules to adapt, to exclude and to train whole, the layer numbers, and the patterns."""
     adaptable = [name for name, module in seen.base.named_modules() if isinstance(module, ADAPTABLE)]
     return wrong_module_names(seen.lora, adaptable, _modules(seen), _parameters(seen), taken_for_experts(seen.lora, seen.base))
 
 
 def check_parameter_names(seen: ModelInspection) -> list[Finding]:
-    """Names of parameters to adapt."""
+    """Checks the names of parameters to adapt."""
     return wrong_parameters(seen.lora, _parameters(seen))
 
 
 def check_token_indices(seen: ModelInspection) -> list[Finding]:
-    """Rows of the embedding to train."""
+    """Checks the rows of the embedding that are to be trained."""
     return [] if seen.loaded is None else wrong_token_indices(seen.lora, seen.loaded.vocabulary_size)
 
 
@@ -67,14 +67,14 @@ def _modules(seen: ModelInspection) -> list[str]:
 
 
 def _parameters(seen: ModelInspection) -> dict[str, int]:
-    """Name -> number of dimensions."""
+    """Returns the number of dimensions of each parameter by its name."""
     return {name: parameter.ndim for name, parameter in seen.base.named_parameters()}
 
 
 def taken_for_experts(lora: LoraPlan, base: PreTrainedModel) -> frozenset[str]:
-    """Of targetModules, the names that PEFT takes for stacked parameters.
+    """Returns the names of targetModules that PEFT takes for stacked parameters.
 
-    All of them where it refuses one: it says so itself where it attaches the adapters.
+    These are all of them if PEFT refuses one; attaching the adapters then reports the refusal.
     """
     written = frozenset(lora.target_modules)
     try:
@@ -90,7 +90,7 @@ def taken_for_experts(lora: LoraPlan, base: PreTrainedModel) -> frozenset[str]:
 
 
 def check_layers_of_experts(seen: ModelInspection) -> list[Finding]:
-    """Layers cannot be chosen if PEFT makes parameters of modules."""
+    """Refuses chosen layers if PEFT turns modules into parameters, for which it ignores the choice."""
     lora, taken = seen.lora, taken_for_experts(seen.lora, seen.base)
     if lora.layers_to_transform is None or not taken:
         return []
@@ -110,7 +110,7 @@ def check_layers_of_experts(seen: ModelInspection) -> list[Finding]:
 
 
 def check_excluded_names(seen: ModelInspection) -> list[Finding]:
-    """Names that exclude linear layers alone, although all-linear adapts the experts that had them."""
+    """Warns of excluded names that exclude only linear layers, while all-linear adapts the experts that had these names."""
     lora, base = seen.lora, seen.base
     named = tuple(name for name in lora.exclude_modules if "." not in name)
     if lora.target_modules != (ALL_LINEAR,) or not named:
@@ -136,7 +136,9 @@ def check_excluded_names(seen: ModelInspection) -> list[Finding]:
 
 
 def check_saved_names(seen: ModelInspection) -> list[Finding]:
-    """Modules to train whole that hold parameters to adapt: PEFT wraps one in the other, or refuses it in words of its own."""
+    """Refuses modules to train whole that contain parameters to adapt: PEFT wraps one in the other, or refuses with its own
+    error.
+    """
     lora, base = seen.lora, seen.base
     try:
         config = lora_config(lora)
@@ -175,18 +177,18 @@ def check_saved_names(seen: ModelInspection) -> list[Finding]:
 
 
 def check_left_out(seen: ModelInspection) -> list[Finding]:
-    """Linear layers that the targets name and that have no adapter."""
+    """Reports linear layers that the targets name but that have no adapter."""
     model, lora = seen.trained.model, seen.lora
     if not isinstance(model, PeftModel):
         return []
-    found = _left_out(model, lora)
-    if not found:
+    unadapted = _left_out(model, lora)
+    if not unadapted:
         return []
-    endings = sorted({name.rpartition(".")[2] for name in found})
+    endings = sorted({name.rpartition(".")[2] for name in unadapted})
     weights = [f"{ending}.weight" for ending in endings]
     taken = (
-        f"{', '.join(endings)}: PEFT takes these names for the stacked experts of this architecture, and gives {len(found)} "
-        f"linear layers that have them, too, no adapter, first {found[0]}"
+        f"{', '.join(endings)}: PEFT takes these names for the stacked experts of this architecture, and gives {len(unadapted)} "
+        f"linear layers that have them, too, no adapter, first {unadapted[0]}"
     )
     field = f"{_FIELD}.targetParameters"
     wanted = list(dict.fromkeys([*lora.target_parameters, *weights]))
@@ -235,7 +237,7 @@ def _is_meant(module: str, lora: LoraPlan) -> bool:
 
 
 def check_ranks_in_file(seen: ModelInspection) -> list[Finding]:
-    """A rank or scale other than the one that a program takes from adapter_config.json, whose patterns are sorted."""
+    """Reports a rank or scale that differs from the one a program takes from adapter_config.json, whose patterns are sorted."""
     model = seen.trained.model
     if not isinstance(model, PeftModel):
         return []
@@ -246,14 +248,14 @@ def check_ranks_in_file(seen: ModelInspection) -> list[Finding]:
         key = name_in_base(name)
         if isinstance(layer, ParamWrapper):
             key = f"{key}.{layer.parameter_name}"
-        for field, patterns, held in (
+        for field, patterns, number in (
             ("rankPattern", config.rank_pattern, layer.r[ADAPTER]),
             ("alphaPattern", config.alpha_pattern, layer.lora_alpha[ADAPTER]),
         ):
             first = next((pattern for pattern in sorted(patterns) if pattern_matches(pattern, [key])), None)
-            if first is None or patterns[first] == held:
+            if first is None or patterns[first] == number:
                 continue
-            return [_other_in_file(f"{_FIELD}.{field}", key, held, first, patterns)]
+            return [_other_in_file(f"{_FIELD}.{field}", key, number, first, patterns)]
     return []
 
 

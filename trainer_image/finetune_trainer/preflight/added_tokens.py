@@ -1,4 +1,4 @@
-"""Tokens that the job adds: the base model is written to the workspace with them, and the data has to teach them."""
+"""Handles the tokens that the job adds: the base model with them is written to the workspace, and the data has to teach them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 SAVED = "modulesToSave"
 _SAVED_PART = ".modules_to_save."
 _ROWS_PART = ".trainable_tokens_delta."
-"""Of the names of trained tensors: PEFT's copy of a whole module, and rows of one."""
+"""Parts of the names of trained tensors: PEFT's copy of a whole module, and rows of one."""
 _FINDINGS = TypeAdapter(list[Finding])
 _FIX = f"its log says why; {FIELD} names the tokens"
 
 
 def add_tokens(seen: JobInspection) -> Iterable[Finding]:
-    """Fill in `added`, and let the base be the one with these tokens from here on. Raises as `make_base` does."""
+    """Fills in `added` and makes the base with these tokens the model of all later checks. Raises as `make_base` does."""
     context = seen.context
     plan, workspace = context.plan, context.workspace
     if not plan.model.added_tokens:
@@ -59,7 +59,7 @@ def _remove_if_refused(seen: JobInspection, order: BaseOrder) -> None:
 
 
 def make_base(order: BaseOrder) -> tuple[list[Finding], AddedTokens | None]:
-    """Why it cannot be made; or nothing, and what was made. Raises ModelCheckError, OSError."""
+    """Returns the findings and, if the base could be made, its added tokens. Raises ModelCheckError, OSError."""
     try:
         answered = answer_of(_start(order), "adds tokens to the base model", _FIX)
     except ModelCheckError:
@@ -77,7 +77,7 @@ def _start(order: BaseOrder) -> Child:
 
 
 def chosen_rows(seen: JobInspection) -> Iterable[Choice]:
-    """Which rows are trained, where the plan leaves that open."""
+    """Chooses which rows are trained if the plan leaves that open."""
     lora = seen.plan.method.lora
     if lora is not None and seen.plan.leaves_open(TRAINED_ROWS_FIELD):
         yield Choice(field=TRAINED_ROWS_FIELD, value=list(lora.trainable_token_indices), reason=f"the rows of {FIELD}")
@@ -114,7 +114,7 @@ def check_rows(seen: JobInspection) -> Iterable[Finding]:
 
 
 def _padding(seen: JobInspection) -> Iterator[Finding]:
-    """An added token may have a row to spare that the base's configuration names as its padding."""
+    """Warns if an added token got a spare row that the base's configuration names as its padding."""
     row = seen.known_structure.padding_row
     for content, number in seen.known_added.id_of.items():
         if number == row:
@@ -128,22 +128,22 @@ def _padding(seen: JobInspection) -> Iterator[Finding]:
 
 
 def _hold_rows(names: Sequence[str], parts: Sequence[str]) -> bool:
-    """Whether trained tensors of a module are its rows themselves. names: theirs. parts: of the names of such tensors."""
+    """Whether trained tensors of a module are its rows themselves. names: the tensors' names. parts: parts of such names."""
     return any(part in name for name in names for part in parts)
 
 
 def _holding_parts(plan: RunPlan, module: str, ids: Sequence[int]) -> tuple[str, ...]:
-    """Parts of the names of trained tensors of a module that hold the rows of these tokens."""
+    """Returns the parts in the names of a module's trained tensors that hold the rows of these tokens."""
     if not plan.method.trains_adapter:
         return ("",)
     lora = plan.method.lora
-    # Rows that the job has named may be all that is trained.
+    # The rows that the job has named may be all that is trained.
     rows = ids if lora is None else lora.separate_token_rows.get(module, lora.trainable_token_indices)
     return (_SAVED_PART, _ROWS_PART) if {*ids} <= {*rows} else (_SAVED_PART,)
 
 
 def _saved_whole(plan: RunPlan, modules: list[str]) -> dict[str, Any] | None:
-    """None for a method that has no such setting."""
+    """Returns None for a method without such a setting."""
     if plan.method.lora is not None:
         return {f"spec.method.lora.{SAVED}": [*plan.method.lora.modules_to_save, *modules]}
     if plan.method.adapter is None or SAVED not in known_settings(plan.method.type):
@@ -152,7 +152,7 @@ def _saved_whole(plan: RunPlan, modules: list[str]) -> dict[str, Any] | None:
 
 
 def _not_adapted(plan: RunPlan, modules: list[str]) -> dict[str, Any] | None:
-    """None where the modules are not named by the ends of their paths."""
+    """Returns None if the modules are not named by the ends of their paths."""
     method = plan.method
     named = method.lora.target_modules if method.lora is not None else method.adapter and method.adapter.settings.get(TARGETS)
     left = [name for name in named or () if name.rpartition(".")[2] not in modules]
@@ -162,7 +162,7 @@ def _not_adapted(plan: RunPlan, modules: list[str]) -> dict[str, Any] | None:
 
 
 def check_use(seen: JobInspection) -> Iterable[Finding]:
-    """Whether the records hold the added tokens."""
+    """Checks that the records hold the added tokens."""
     added = seen.known_added
     prepared = seen.known_data.readable_at(seen.context.workspace.prepared)
     unread = sorted(set(added.ids) - found_tokens(prepared, added.ids))

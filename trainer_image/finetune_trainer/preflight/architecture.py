@@ -1,4 +1,4 @@
-"""What the architecture of a model can do: layer classes to wrap, compilation, activation checkpointing, packing."""
+"""Checks what a model's architecture supports: layer classes to wrap, compilation, activation checkpointing and packing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from finetune_trainer.preflight.library_errors import finding_of_error
 from finetune_trainer.preflight.model_inspection import ModelInspection
 
 STATELESS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
-"""Kinds of layers, as configurations name them, that hand nothing on; small_model.py measures whether their masks leak."""
+"""Kinds of layers, as configurations name them, that keep no state; small_model.py measures whether their masks leak."""
 
 
 def check_wrap_classes(seen: ModelInspection) -> Iterator[Finding]:
-    """A finding if a class to wrap does not exist in the model."""
+    """Reports a class to wrap that does not exist in the model."""
     fsdp = seen.plan.parallelism.fsdp
     if fsdp.auto_wrap_policy is not AutoWrapPolicy.TRANSFORMER_BASED_WRAP:
         return
@@ -40,7 +40,7 @@ def check_wrap_classes(seen: ModelInspection) -> Iterator[Finding]:
 
 
 def _other_classes(field: str, given: Collection[str] | None, base: nn.Module) -> dict[str, str | list[str] | None]:
-    """The model's own classes that were probably meant; where a name is like none, those that the model names itself."""
+    """Returns the model's own classes that were probably meant; if no name is similar, those that the model itself declares."""
     if given is None:
         return {"spec.parallelism.fsdp.autoWrapPolicy": AutoWrapPolicy.NO_WRAP.value}
     present = sorted({type(module).__name__ for module in base.modules()})
@@ -50,7 +50,7 @@ def _other_classes(field: str, given: Collection[str] | None, base: nn.Module) -
 
 
 def check_compiler(seen: ModelInspection) -> Iterator[Finding]:
-    """Training runs in this image, too, so what is not here will not be there."""
+    """Training runs in this image as well, so a compiler missing here is missing there."""
     plan = seen.plan
     has_gpu = torch.cuda.is_available() if plan.placement is None else plan.placement.gpu_resource_name is not None
     device_type = "cuda" if has_gpu else "cpu"
@@ -67,7 +67,7 @@ def check_compiler(seen: ModelInspection) -> Iterator[Finding]:
 
 
 def check_recomputation(seen: ModelInspection) -> Iterator[Finding]:
-    """Some architectures of transformers know no activation checkpointing."""
+    """Reports architectures of transformers without activation checkpointing."""
     kind = seen.plan.training.activation_checkpointing
     if kind is ActivationCheckpointing.NONE or seen.base.supports_gradient_checkpointing:
         return
@@ -83,7 +83,7 @@ def check_recomputation(seen: ModelInspection) -> Iterator[Finding]:
 
 
 def check_recurrence(seen: ModelInspection) -> Iterator[Finding]:
-    """Transformers marks models that hand a state from token to token; no attention mask can keep documents apart in them."""
+    """Refuses packing for models that pass a state from token to token: no attention mask can separate documents in them."""
     if seen.plan.data.packing and _hands_state_on(seen.base):
         yield make_finding(
             "packing-with-recurrent-layers",
@@ -97,7 +97,7 @@ def check_recurrence(seen: ModelInspection) -> Iterator[Finding]:
 
 
 def _hands_state_on(base: PreTrainedModel) -> bool:
-    """Whether transformers says so of the class, unless every layer of this model is one of attention (Granite 4 without
+    """Whether transformers marks the class as stateful, unless every layer of this model is attention (Granite 4 without
     Mamba).
     """
     kinds = base.config.to_dict().get("layer_types") or ()

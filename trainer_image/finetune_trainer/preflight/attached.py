@@ -1,8 +1,7 @@
-"""What PEFT attached without a word: what would then fail in the first forward pass, train nothing, or reach less than it
-seems to.
+"""Checks what PEFT attached silently: adapters that fail in the first forward pass, train nothing, or reach less than intended.
 
-In: the model with its adapters, without values. Out: findings, for model_checks.py. What there is to find in a mixture of experts
-is in experts.py.
+In: the model with its adapters, without values. Out: findings, for model_checks.py. experts.py has the checks of mixtures of
+experts.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.preflight.name_matching import pattern_matches, targets
 
 _MOST_DIVISORS = 16
-"""Named in a fix."""
+"""The most divisors that a fix lists."""
 
 
 def check_attached(seen: ModelInspection) -> list[Finding]:
-    """Findings about the model with its adapters; none for full fine-tuning."""
+    """Returns the findings about the model with its adapters; none for full fine-tuning."""
     return attached_findings(seen.trained.model, seen.plan.method)
 
 
 def attached_findings(model: nn.Module, method: MethodPlan) -> list[Finding]:
-    """The same of any model and method."""
+    """Returns the findings about any model and method."""
     if not isinstance(model, PeftModel):
         return []
     field = f"spec.{METHODS[method.type].family.value}"
@@ -61,7 +60,7 @@ def attached_findings(model: nn.Module, method: MethodPlan) -> list[Finding]:
 
 
 def _without_values(model: PeftModel, field: str) -> Iterator[Finding]:
-    """Sizes that divide to nothing, such as a block of one channel that is to be turned."""
+    """Reports sizes that divide to nothing, such as a block of one channel, which cannot be turned."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if trained and not any(parameter.numel() for parameter in trained.values()):
         reason = f"all {len(trained)} trained tensors have no values, first {next(iter(trained))}: nothing would be learnt"
@@ -71,7 +70,7 @@ def _without_values(model: PeftModel, field: str) -> Iterator[Finding]:
 
 
 def _wrapped_inside(model: PeftModel, field: str) -> Iterator[Finding]:
-    """PEFT looks for modulesToSave among the modules of the adapters, too, by the end of the name."""
+    """PEFT also looks for modulesToSave among the modules of the adapters, by the end of the name."""
     for name, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer):
             inside = [part for part, module in layer.named_modules() if part and isinstance(module, ModulesToSaveWrapper)]
@@ -99,7 +98,7 @@ def _packed_and_saved(model: PeftModel, field: str) -> Iterator[Finding]:
 
 
 def _rows_of_a_saved_module(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    # Rows are trained in addition to LoRA's adapters; of TrainableTokens they are all that is trained.
+    # LoRA trains rows in addition to its adapters; TrainableTokens trains nothing else.
     changes = None if method.lora is None else {f"{field}.trainableTokenIndices": None}
     for name, layer in model.named_modules():
         if isinstance(layer, TrainableTokensLayer) and isinstance(layer.get_base_layer(), ModulesToSaveWrapper):
@@ -124,7 +123,7 @@ def _rows_of_a_saved_module(model: PeftModel, method: MethodPlan, field: str) ->
 
 
 def _saved_by_their_end(model: PeftModel, field: str) -> Iterator[Finding]:
-    """`norm` is the end of `input_layernorm`."""
+    """Reports a name such as `norm`, which is also the end of `input_layernorm`."""
     for name in getattr(model.peft_config[ADAPTER], "modules_to_save", None) or ():
         saved = [
             path for path, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper) and path.endswith(name)
@@ -139,7 +138,7 @@ def _saved_by_their_end(model: PeftModel, field: str) -> Iterator[Finding]:
 
 
 def _not_fed_forward(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """IA3 only. PEFT compares the lists when it loads the adapter, and where targets were left to it not before."""
+    """Checks IA3 only. PEFT compares the lists when it loads the adapter, but not earlier if it chose the targets itself."""
     if method.type is not MethodType.IA3 or method.adapter is None:
         return
     written, targets = method.adapter.settings.get("feedforwardModules"), model.peft_config[ADAPTER].target_modules
@@ -156,7 +155,7 @@ def _not_fed_forward(model: PeftModel, method: MethodPlan, field: str) -> Iterat
 
 
 def _blocks_of_another_size(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """OFT only: PEFT takes the next number that divides a layer's width, where others of its methods refuse the written one."""
+    """Checks OFT only: PEFT replaces a number that does not divide a layer's width, where its other methods refuse the number."""
     if method.type is not MethodType.OFT or method.adapter is None:
         return
     config = model.peft_config[ADAPTER]
@@ -167,7 +166,7 @@ def _blocks_of_another_size(model: PeftModel, method: MethodPlan, field: str) ->
     if not others:
         return
     common = math.gcd(*(layer.in_features for layer in layers.values()))
-    # A block of one channel cannot turn.
+    # A block of one channel cannot be turned.
     fitting = [
         number for number in range(1, common + 1) if common % number == 0 and (number if config.r == 0 else common // number) > 1
     ]
@@ -187,13 +186,13 @@ def _blocks_of_another_size(model: PeftModel, method: MethodPlan, field: str) ->
 
 
 def _one_of(numbers: list[int]) -> str:
-    """In words, without the largest if there are many."""
+    """Lists the numbers in words, without the largest if there are many."""
     shown = ", ".join(str(number) for number in numbers[:_MOST_DIVISORS])
     return f"one of {shown}" + (", ..." if len(numbers) > _MOST_DIVISORS else "")
 
 
 def _rows_beyond(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """TrainableTokens only, which takes rows of anything it names; module_names.py checks those that LoRA trains."""
+    """Checks TrainableTokens only, which takes rows of any module it names; module_names.py checks the rows that LoRA trains."""
     if method.type is not MethodType.TRAINABLE_TOKENS:
         return
     for name, layer in model.named_modules():
@@ -210,14 +209,14 @@ def _rows_beyond(model: PeftModel, method: MethodPlan, field: str) -> Iterator[F
                     value=str(beyond[0]),
                     message=reason,
                     fix=fix,
-                    # Where no id is left, only the author knows which rows were meant.
+                    # If no id is left, only the author knows which rows were meant.
                     changes={f"{field}.tokenIndices": written} if written else None,
                 )
                 return
 
 
 def _rows_twice(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """PEFT gives a tied head the rows of its embedding, and wraps them once more where the head is named, too."""
+    """PEFT gives a tied head the rows of its embedding, and wraps the head again if it is named as well."""
     for name, layer in model.named_modules():
         if isinstance(layer, TrainableTokensLayer) and isinstance(layer.base_layer, TrainableTokensLayer):
             shown = name.removeprefix(INSIDE_PEFT)
@@ -237,7 +236,9 @@ def _rows_twice(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Fi
 
 
 def _rows_without_bias(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """PEFT computes a layer of which it trains rows from its weight alone. A tied head is one, although nobody names it."""
+    """PEFT computes a layer with trained rows from its weight alone, without the bias; this includes a tied head that is not
+    named.
+    """
     for name, layer in model.named_modules():
         if isinstance(layer, TrainableTokensLayer) and getattr(layer.get_base_layer(), "bias", None) is not None:
             shown = name_in_base(name).removesuffix(".token_adapter")
@@ -259,7 +260,7 @@ def _rows_without_bias(model: PeftModel, method: MethodPlan, field: str) -> Iter
 
 
 def _patterns_of_others(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """Keys that match modules of the model, of which none is adapted. Of those that match nothing the names themselves tell."""
+    """Reports keys that match only modules without an adapter. The checks of names report keys that match no module."""
     settings = adapter_settings(method)
     if method.lora is not None:
         settings = {"rankPattern": method.lora.rank_pattern, "alphaPattern": method.lora.alpha_pattern}
@@ -281,9 +282,9 @@ def _patterns_of_others(model: PeftModel, method: MethodPlan, field: str) -> Ite
 
 
 def check_coverage(seen: ModelInspection) -> list[Finding]:
-    """Experts that get no adapter, and ranks above what a module can use."""
-    found = [experts_without_adapter(seen.trained.model, seen.lora), _rank_beyond_width(seen.trained.model)]
-    return [finding for finding in found if finding is not None]
+    """Reports experts that get no adapter, and ranks above what a module can use."""
+    findings = [experts_without_adapter(seen.trained.model, seen.lora), _rank_beyond_width(seen.trained.model)]
+    return [finding for finding in findings if finding is not None]
 
 
 def _rank_beyond_width(model: nn.Module) -> Finding | None:

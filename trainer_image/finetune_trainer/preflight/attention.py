@@ -1,7 +1,7 @@
-"""Whether a model's attention can be computed by the bounds of its documents, without a mask (model/variable_length.py).
+"""Checks whether a model's attention can be computed from document bounds, without a mask (model/variable_length.py).
 
-The configuration rules some out; the rest is measured on a small model of the same architecture, because what a model's code asks
-of its attention no list of architectures can know.
+The configuration rules some models out; the rest is measured on a small model of the same architecture, because no list of
+architectures can say what a model's code requires of its attention.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from finetune_trainer.weights.rounding import dtype_name
 
 
 def may_use_varlen(seen: ModelInspection) -> bool:
-    """Whether the plan asks for it, or leaves it to preflight."""
+    """Whether the plan asks for varlen attention or leaves the choice to preflight."""
     return seen.plan.model.attention is Attention.VARLEN or seen.plan.leaves_attention_open
 
 
 def check_variable_length(seen: ModelInspection) -> Iterator[Finding]:
-    """Fill in `attention_problem`; a finding if the user asked for what cannot be."""
+    """Fills in `attention_problem`; returns a finding if the user asked for an attention that is not possible."""
     seen.attention_problem = _problem(seen)
     if seen.attention_problem and not seen.plan.leaves_attention_open:
         yield make_finding(
@@ -59,8 +59,9 @@ def _problem(seen: ModelInspection) -> str:
 
 
 def measured_problem(model: PreTrainedModel) -> str:
-    """Why the code of this architecture cannot; empty: the logits of packed documents are those with a mask. Changes the weights.
+    """Returns why the architecture's code cannot; empty if packed documents have the same logits as with a mask.
 
+    Changes the weights.
     `model`: a small one of the architecture, in float32.
     """
     spread(model)
@@ -74,10 +75,10 @@ def measured_problem(model: PreTrainedModel) -> str:
             masked = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
             with variable_length.installed(model):
                 bounds = variable_length.document_bounds(positions, torch.device("cpu"))
-                found = model(input_ids=tokens, position_ids=positions, use_cache=False, **bounds).logits
+                unmasked = model(input_ids=tokens, position_ids=positions, use_cache=False, **bounds).logits
     except Exception as error:  # noqa: BLE001 - code of any model
         return f"its code fails with it: {type(error).__name__}: {str(error)[:200]}"
-    difference = float((found - masked).abs().max() / masked.abs().max().clamp(min=1))
+    difference = float((unmasked - masked).abs().max() / masked.abs().max().clamp(min=1))
     return (
         "" if difference <= LEAK_TOLERANCE else f"logits of a small model of this architecture change by {difference:.2g} with it"
     )

@@ -1,6 +1,6 @@
-"""Modules that are adapted, trained, packed or made units although the model does not work with them as that needs.
+"""Checks that the model uses the modules that are adapted, trained, packed or made units in the way that this requires.
 
-What the model does with each module comes from inspection/module_use.py. Called by model_checks.py with the model as it is
+inspection/module_use.py observes what the model does with each module. model_checks.py calls this with the model as it is
 trained.
 """
 
@@ -37,15 +37,15 @@ _PEFT_FIELD = "spec.parallelism.fsdp.peftWrapPolicy"
 _PARTS_OF_PEFT = frozenset({"base_layer", "original_module", "modules_to_save", "token_adapter", ADAPTER})
 _SHOWN, _LISTED = 4, 8
 _MOST_NAMES = 256
-"""In a list of the manifest (finetune_job.api.method)."""
+"""The most names in a list of the manifest (finetune_job.api.method)."""
 _OBSERVED = "(observed on a small model of this architecture)"
 _LINEAR = (nn.Linear, Conv1D)
 Used = Mapping[str, ModuleUse]
-"""By name in the base model, modules of which something is known."""
+"""The uses of modules by their name in the base model, of those that were observed."""
 
 
 def check_used(seen: ModelInspection) -> list[Finding]:
-    """A finding per kind of mistake about what is trained and what is packed."""
+    """Returns a finding for each kind of mistake about what is trained and what is packed."""
     model, method, uses = seen.trained.model, seen.plan.method, seen.uses
     adapted, saved, plain = _trained(model, uses)
     bypassed = [name for name, use in adapted.items() if use.is_bypassed]
@@ -54,33 +54,33 @@ def check_used(seen: ModelInspection) -> list[Finding]:
     several = [name for name, use in adapted.items() if name in linear and _adds_nowhere(use)]
     wrong = [*bypassed, *idle, *several]
     fix = _fix(method, wrong, adapted, _working(model, uses)) if wrong else _Fix("")
-    found = []
+    findings = []
     if bypassed:
         message = f"{_shown(bypassed)}: {_why_bypassed(adapted[bypassed[0]])}"
         ends = endings(bypassed, adapted)
-        found.append(_of_modules("adapter-bypassed", f"{_place(method)}.targetModules", ends, message, fix))
+        findings.append(_of_modules("adapter-bypassed", f"{_place(method)}.targetModules", ends, message, fix))
     if idle:
         message = f"{_shown(idle)}: {_why_idle(adapted[idle[0]])}, so adapters there would learn nothing"
         ends = endings(idle, adapted)
-        found.append(_of_modules("trained-without-gradient", f"{_place(method)}.targetModules", ends, message, fix))
+        findings.append(_of_modules("trained-without-gradient", f"{_place(method)}.targetModules", ends, message, fix))
     if several:
         message = f"{_shown(several)}: what they give is not a single tensor, to which PEFT could add an adapter's {_OBSERVED}"
         ends = endings(several, adapted)
-        found.append(_of_modules("target-gives-no-tensor", f"{_place(method)}.targetModules", ends, message, fix))
+        findings.append(_of_modules("target-gives-no-tensor", f"{_place(method)}.targetModules", ends, message, fix))
     if still := [name for name, use in saved.items() if not use.is_bypassed and _is_idle(use)]:
         message = f"{_shown(still)}: {_why_idle(saved[still[0]])}, so the copy that is trained would never change"
         field, ends = f"{_place(method)}.modulesToSave", endings(still, saved)
         fix = _Fix(f"remove {_listed(ends)} from the list", _without_saved(method, field, still, saved))
-        found.append(_of_modules("trained-without-gradient", field, ends, message, fix))
+        findings.append(_of_modules("trained-without-gradient", field, ends, message, fix))
     if without := [name for name, use in plain.items() if not use.gets_gradient]:
-        found.append(_about_whole(method, without, plain))
+        findings.append(_about_whole(method, without, plain))
     if method.quantization is not None:
-        found += _packed(seen.plan, model, uses)
-    return found
+        findings += _packed(seen.plan, model, uses)
+    return findings
 
 
 def check_units_used(seen: ModelInspection) -> list[Finding]:
-    """FSDP gathers the weights of a unit while its module is called; who reads them at another time reads a shard."""
+    """FSDP gathers the weights of a unit while its module is called; code that reads them at another time reads a shard."""
     plan = seen.plan
     wrong = {name: use for name in seen.trained.units if (use := seen.uses.of(base_name(name))) is not None and use.readers}
     if not wrong:
@@ -93,7 +93,7 @@ def check_units_used(seen: ModelInspection) -> list[Finding]:
     if fsdp.auto_wrap_policy is not AutoWrapPolicy.TRANSFORMER_BASED_WRAP or fsdp.transformer_layer_cls_to_wrap:
         changes = {POLICY_FIELD: None, CLASSES_FIELD: None}
     if fsdp.peft_wrap_policy and not plan.method.trains_adapter:
-        # Each weight of the base is a unit then, whatever the other policy says.
+        # Each weight of the base is then a unit, whatever the other policy is.
         field, fix, changes = _PEFT_FIELD, f"set {_PEFT_FIELD}: false", {_PEFT_FIELD: False}
     return [
         make_finding(
@@ -109,19 +109,19 @@ def check_units_used(seen: ModelInspection) -> list[Finding]:
 
 
 def bypassed_linear(model: nn.Module, uses: ModuleUses) -> list[str]:
-    """Ends of names of the linear layers that no adapter works on."""
+    """Returns the ends of names of the linear layers on which no adapter works."""
     linear = _linear(model, uses)
     return endings([name for name, use in linear.items() if _is_unfit(use)], linear)
 
 
 def base_name(name: str) -> str:
-    """A module's name without what PEFT puts around it."""
+    """Returns a module's name without what PEFT puts around it."""
     parts = name.removeprefix(INSIDE_PEFT).split(".") if name.startswith(INSIDE_PEFT) else name.split(".")
     return ".".join(part for part in parts if part not in _PARTS_OF_PEFT)
 
 
 def endings(wanted: Collection[str], among: Collection[str]) -> list[str]:
-    """The shortest ends of names that match these modules and no others of `among`, as PEFT matches them."""
+    """Returns the shortest ends of names that match these modules and no others of `among`, as PEFT matches them."""
     found: list[str] = []
     meant = set(wanted)
     for name in wanted:
@@ -134,7 +134,7 @@ def endings(wanted: Collection[str], among: Collection[str]) -> list[str]:
 
 
 def _trained(model: nn.Module, uses: ModuleUses) -> tuple[Used, Used, Used]:
-    """Modules with an adapter, with a trained copy, and with trained parameters of their own."""
+    """Returns the modules with an adapter, those with a trained copy, and those with trained parameters of their own."""
     adapted: dict[str, ModuleUse] = {}
     saved: dict[str, ModuleUse] = {}
     plain: dict[str, ModuleUse] = {}
@@ -158,7 +158,7 @@ def _trained(model: nn.Module, uses: ModuleUses) -> tuple[Used, Used, Used]:
 
 
 def _linear(model: nn.Module, uses: ModuleUses) -> dict[str, ModuleUse]:
-    """The model's own linear layers, with or without adapters."""
+    """Returns the model's own linear layers, with or without adapters."""
     found: dict[str, ModuleUse] = {}
     for name, module in model.named_modules():
         base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
@@ -168,8 +168,9 @@ def _linear(model: nn.Module, uses: ModuleUses) -> dict[str, ModuleUse]:
 
 
 def _working(model: nn.Module, uses: ModuleUses) -> list[str]:
-    """Ends of names of linear layers on which adapters work and that PEFT adapts, the output layer left out as all-linear
-    does.
+    """Returns the ends of names of linear layers that PEFT accepts and on which adapters work.
+
+    The output layer is left out, as all-linear leaves it out.
     """
     linear = _linear(model, uses)
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
@@ -183,7 +184,7 @@ def _working(model: nn.Module, uses: ModuleUses) -> list[str]:
 
 
 def _is_accepted(tuner: BaseTuner, model: PeftModel, name: str) -> bool:
-    """PEFT refuses some names in some architectures."""
+    """Whether PEFT accepts the name; it refuses some in some architectures."""
     try:
         tuner._check_target_module_compatiblity(model.peft_config[ADAPTER], tuner.model, name.rpartition(".")[2])  # noqa: SLF001
     except ValueError:
@@ -241,7 +242,7 @@ class _Fix:
 
 
 def _fix(method: MethodPlan, wrong: Sequence[str], adapted: Collection[str], good: Sequence[str]) -> _Fix:
-    """Leaves these modules out and keeps all others."""
+    """Returns a fix that leaves these modules out and keeps all others."""
     place, ends = _place(method), endings(wrong, adapted)
     targets = _names(method, "targetModules")
     kept = [name for name in targets if name == ALL_LINEAR or any(_matches(name, each) for each in set(adapted) - set(wrong))]
@@ -249,7 +250,7 @@ def _fix(method: MethodPlan, wrong: Sequence[str], adapted: Collection[str], goo
     changes: dict[str, list[str]] = {}
     can_exclude = method.lora is not None or "excludeModules" in known_settings(method.type)
     if set(adapted) <= set(wrong) or (rest and not can_exclude):
-        # What is excluded or trained whole is no target.
+        # A module that is excluded or trained whole is no target.
         others = [*_names(method, "excludeModules"), *_names(method, "modulesToSave")]
         changes[f"{place}.targetModules"] = [name for name in good if not any(_matches(each, name) for each in others)]
     else:
@@ -279,9 +280,9 @@ def _about_whole(method: MethodPlan, without: Sequence[str], plain: Collection[s
 
 
 def _without_saved(method: MethodPlan, field: str, still: Collection[str], saved: Collection[str]) -> dict[str, Any] | None:
-    """The list without the names of modules that never change; None if one of them means a module that does change, too."""
+    """Returns the list without the modules that never change; None if one of its names also means a module that does change."""
     names = _names(method, "modulesToSave")
-    # PEFT finds these by the end of the name, whether or not it is a whole part of it.
+    # PEFT matches these by the end of the name, even if that is not a whole part of it.
     meant = {name: [module for module in saved if module.endswith(name)] for name in names}
     wrong = [name for name in names if not set(still).isdisjoint(meant[name])]
     if any(not set(still).issuperset(meant[name]) for name in wrong):
@@ -290,7 +291,7 @@ def _without_saved(method: MethodPlan, field: str, still: Collection[str], saved
 
 
 def _packed(plan: RunPlan, model: nn.Module, uses: ModuleUses) -> Iterator[Finding]:
-    """Packed weights are one column of bytes; only the layer itself can compute with them."""
+    """A packed weight is one column of bytes; only the layer itself can compute with it."""
     packed = [name for name, module in model.named_modules() if hasattr(module, "weight") and is_packed(module)]
     wrong = {base_name(name): use for name in packed if (use := uses.of(base_name(name))) is not None and use.is_bypassed}
     if wrong:
@@ -303,7 +304,7 @@ def _packed(plan: RunPlan, model: nn.Module, uses: ModuleUses) -> Iterator[Findi
         kind = lora_kind(packs_base=False, magnitudes=METHODS[plan.method.type].needs.magnitudes).value
         changes = {"spec.method.type": kind, "spec.method.quantization": None}
         if plan.merge.base is not MergeBase.ORIGINAL:
-            # Without packed weights there is only the original base to merge into.
+            # Without packed weights only the original base can be merged into.
             changes["spec.merge.base"] = None
         fix = _Fix(f"set spec.method.type: {kind}", changes)
         yield _of_modules("packed-weight-read", "spec.method.type", [plan.method.type.value], message, fix)
@@ -316,7 +317,7 @@ def _names(method: MethodPlan, setting: str) -> list[str]:
     written: Any = method.adapter.settings.get(setting) if method.adapter is not None else None
     if isinstance(written, list):
         return [name for name in written if isinstance(name, str)]
-    # PEFT's own choice for the architecture, or a regular expression.
+    # The targets are PEFT's own choice for the architecture, or a regular expression.
     return [ALL_LINEAR] if setting == "targetModules" else []
 
 

@@ -1,7 +1,7 @@
-"""Preflight as lists of checks: what a check needs, how a list is run, and what is inspected of a job.
+"""Defines preflight as lists of checks: what a check needs, how a list is run, and what is inspected of a job.
 
-A check returns findings; some also fill in a part of what is inspected, which later checks need. A check whose needs are not
-met is left out, and an earlier finding says why. Without torch, because the process that prepares the data does without it.
+A check returns findings; some also fill in a part of the inspection that later checks need. A check whose needs are not met
+is left out, and an earlier finding says why. This module does without torch, as the process that prepares the data does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from finetune_trainer.preflight.memory import MemoryNeed
 
 
 class Inspection(Protocol):
-    """What is inspected: its parts, as far as they are known, and the findings so far."""
+    """An inspection: its parts, as far as they are known, and the findings so far."""
 
     findings: list[Finding]
 
@@ -39,11 +39,11 @@ class CheckStep(Generic[Seen]):
 
     check: Callable[[Seen], Iterable[Finding]]
     needs: tuple[Callable[[Seen], bool], ...] = ()
-    """All of these have to hold."""
+    """Conditions that all have to be true."""
 
 
 def run_steps(steps: Iterable[CheckStep[Seen]], seen: Seen) -> None:
-    """Run the checks whose needs are met, in order, and add what they find to `seen.findings`."""
+    """Runs the checks whose needs are met, in order, and adds their findings to `seen.findings`."""
     for step in steps:
         if all(is_met(seen) for is_met in step.needs):
             seen.findings.extend(step.check(seen))
@@ -56,14 +56,14 @@ def nothing_refused(seen: Inspection) -> bool:
 
 @dataclass
 class JobInspection:
-    """A part is None until a check has filled it in, or if that failed."""
+    """The inspection of a job. A part is None until a check has filled it in, or if that check failed."""
 
     context: RunContext
     findings: list[Finding] = field(default_factory=list)
     storage_is_ready: bool = False
     files: ModelFiles | None = None
     added: AddedTokens | None = None
-    """Tokens that the base does not have, once it has been written with them."""
+    """Tokens that the base lacks, once the base has been written with them."""
     tokenizer: Tokenizer | None = None
     expressions_compile: bool = False
     structure: ModelStructure | None = None
@@ -71,38 +71,38 @@ class JobInspection:
     memory: MemoryNeed | None = None
     rehearsal: RehearsalReport = SKIPPED
     until_done: ExitStack = field(default_factory=ExitStack)
-    """Closed when preflight is done: data that was not published by then is removed."""
+    """Resources closed when preflight is done: prepared data that was not published by then is removed."""
 
     @property
     def plan(self) -> RunPlan:
-        """Of the job, with what was chosen for the model once its structure is known."""
+        """The job's plan, with the choices made for the model once its structure is known."""
         plan = self.context.plan
         return plan if self.structure is None else plan.with_choices(self.structure.batches)
 
     @property
     def known_structure(self) -> ModelStructure:
-        """Of checks that need `has_structure`."""
+        """The structure, for checks that need `has_structure`."""
         if self.structure is None:
             raise LookupError("the structure is not known")
         return self.structure
 
     @property
     def known_files(self) -> ModelFiles:
-        """Of checks after check_files."""
+        """The model's files, for checks after check_files."""
         if self.files is None:
             raise LookupError("the model's files were not inspected")
         return self.files
 
     @property
     def known_added(self) -> AddedTokens:
-        """Of checks that need `has_added_tokens`."""
+        """The added tokens, for checks that need `has_added_tokens`."""
         if self.added is None:
             raise LookupError("no token was added")
         return self.added
 
     @property
     def known_data(self) -> Preparation:
-        """Of checks after check_data."""
+        """The prepared data, for checks after check_data."""
         if self.data is None:
             raise LookupError("the data is not prepared")
         return self.data
@@ -113,7 +113,7 @@ def storage_is_ready(seen: JobInspection) -> bool:
 
 
 def files_can_be_opened(seen: JobInspection) -> bool:
-    """Whether libraries may look into the model's directory."""
+    """Whether libraries may open the model's directory."""
     return seen.context.base_model.is_dir() and not any(finding.rule == UNUSABLE_FILE for finding in seen.findings)
 
 
@@ -126,7 +126,7 @@ def expressions_compile(seen: JobInspection) -> bool:
 
 
 def base_is_made(seen: JobInspection) -> bool:
-    """Whether there is what is to be trained: with added tokens it is another directory than the job names."""
+    """Whether the model to be trained exists: with added tokens it is in another directory than the job names."""
     return seen.added is not None or not seen.plan.model.added_tokens
 
 

@@ -1,7 +1,7 @@
-"""Mixtures of experts: whether the experts are packed and adapted, and the routers adapted unasked.
+"""Checks mixtures of experts: whether the experts are packed and adapted, and whether routers are adapted unasked.
 
-A model keeps most of its experts as stacked parameters, which are no linear layers, though all-linear and QLoRA seem to mean
-them. In: the model with its adapters. Called by attached.py, which lists the findings with all others.
+Most models keep their experts as stacked parameters, which are no linear layers, although all-linear and QLoRA seem to cover
+them. In: the model with its adapters. attached.py calls this and lists the findings with all others.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ def experts_not_packed(model: PeftModel, method: MethodPlan) -> Iterator[Finding
     total = sum(packed.values()) + sum(others.values())
     experts = {name: parameter.numel() for name, parameter in stacked.items()}
     dtype = dtype_name(next(iter(stacked.values())).dtype)
-    found = experts_not_packed_of(method, Packing(total, sum(packed.values()), experts), dtype)
-    if found is not None:
-        yield found
+    finding = experts_not_packed_of(method, Packing(total, sum(packed.values()), experts), dtype)
+    if finding is not None:
+        yield finding
 
 
 def experts_without_adapter(model: nn.Module, lora: LoraPlan) -> Finding | None:
-    """Linear layers are meant by all-linear, and a model keeps most of them as stacked parameters, which are none."""
+    """Warns that all-linear means linear layers, while most models keep their experts as stacked parameters."""
     if lora.target_modules != (ALL_LINEAR,) or lora.target_parameters:
         return None
-    # For architectures that it knows, PEFT itself adapts them where it is asked for all linear layers.
+    # For architectures that it knows, PEFT adapts the experts itself if it is asked for all linear layers.
     adapted = {
         id(getattr(layer.get_base_layer(), layer.parameter_name)) for layer in model.modules() if isinstance(layer, ParamWrapper)
     }
     stacked = {name: parameter for name, parameter in _stacked_experts(model).items() if id(parameter) not in adapted}
     total = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
-    held = sum(parameter.numel() for parameter in stacked.values())
-    if not held:
+    in_experts = sum(parameter.numel() for parameter in stacked.values())
+    if not in_experts:
         return None
     names = sorted({".".join(name.split(".")[-3:]) for name in stacked})
     return make_finding(
@@ -66,14 +66,14 @@ def experts_without_adapter(model: nn.Module, lora: LoraPlan) -> Finding | None:
         field="spec.method.lora.targetModules",
         value=ALL_LINEAR,
         message=f"the experts are {len(stacked)} stacked parameters and no linear layers, so all-linear gives them no adapter: "
-        f"{100 * held / total:.0f} % of the model's weights, first {next(iter(stacked))}",
+        f"{100 * in_experts / total:.0f} % of the model's weights, first {next(iter(stacked))}",
         fix=f"to adapt them, too, set spec.method.lora.targetParameters: [{', '.join(names[:4])}] next to "
         f"spec.method.lora.targetModules: [{ALL_LINEAR}]",
     )
 
 
 def adapted_routers(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """A router is a linear layer, too, or PEFT takes it for one that it once was."""
+    """Reports routers that all-linear adapts: a router is a linear layer, or PEFT takes it for the one that it used to be."""
     named = method.lora.target_modules if method.lora is not None else adapter_settings(method).get(TARGETS)
     if named is None and METHODS[method.type].targets_all_linear:
         named = ALL_LINEAR
@@ -96,7 +96,7 @@ def adapted_routers(model: PeftModel, method: MethodPlan, field: str) -> Iterato
 
 
 def _outputs(layer: BaseTunerLayer) -> int | None:
-    """Of the adapted matrix; a packed one has lost its shape."""
+    """Returns the number of outputs of the adapted matrix; a packed matrix has lost its shape."""
     base = layer.get_base_layer()
     weight = getattr(base, layer.parameter_name if isinstance(layer, ParamWrapper) else "weight", None)
     outputs: int | None = getattr(base, "out_features", None if weight is None else weight.shape[0])
@@ -104,8 +104,8 @@ def _outputs(layer: BaseTunerLayer) -> int | None:
 
 
 def _stacked_experts(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Frozen parameters that hold a matrix for each expert, by their names in the base."""
-    # Kernels of convolutions, for one, have three dimensions, too.
+    """Returns the frozen parameters that hold a matrix for each expert, by their names in the base."""
+    # Other parameters, such as kernels of convolutions, have three dimensions as well.
     counts = _expert_counts(getattr(model, "config", None))
     return {
         name_in_base(name): parameter
@@ -117,8 +117,8 @@ def _stacked_experts(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _expert_counts(config: object) -> set[int]:
-    """Numbers that a configuration gives its experts, parts of composite models included."""
+    """Returns the numbers of experts in a configuration, including the parts of composite models."""
     if not isinstance(config, PreTrainedConfig):
         return set()
-    found = {value for name, value in vars(config).items() if "expert" in name and isinstance(value, int)}
-    return found.union(*(_expert_counts(part) for part in vars(config).values())) - {0, 1}
+    counts = {value for name, value in vars(config).items() if "expert" in name and isinstance(value, int)}
+    return counts.union(*(_expert_counts(part) for part in vars(config).values())) - {0, 1}

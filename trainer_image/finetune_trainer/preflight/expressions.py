@@ -1,7 +1,7 @@
-"""Do the regular expressions of the adapter's settings compile, and in a time that anybody would wait for?
+"""Checks that the regular expressions of the adapter's settings compile, and within a bounded time.
 
-Here and nowhere before: a few characters can keep a processor busy for minutes, so that neither operator nor command line
-compiles what a manifest holds. Called by roles/preflight.py, before anything else asks PEFT about these settings.
+Only preflight checks this: a few characters can keep a processor busy for minutes, so neither operator nor command line
+compiles the expressions of a manifest. roles/preflight.py calls this before PEFT sees these settings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from finetune_trainer.processes.sandbox import SandboxEndedError, run_sandboxed
 
 
 def compiled_or_none(text: str) -> re.Pattern[str] | None:
-    """The expression, or None for what is none."""
+    """Compiles the expression; returns None if it is not valid."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -27,14 +27,14 @@ def compiled_or_none(text: str) -> re.Pattern[str] | None:
 
 
 def check_expressions(seen: JobInspection) -> list[Finding]:
-    """Fill in `expressions_compile`: PEFT compiles them, too, while the model is looked at."""
+    """Fills in `expressions_compile`; PEFT also compiles them while the model is inspected."""
     findings = uncompiled_expressions(seen.plan.method)
     seen.expressions_compile = not findings
     return findings
 
 
 def uncompiled_expressions(method: MethodPlan) -> list[Finding]:
-    """A finding where one does not compile; compiled in a process with bounds."""
+    """Returns a finding if an expression does not compile; compiles them in a process with limits."""
     if not expressions_of(method):
         return []
     try:

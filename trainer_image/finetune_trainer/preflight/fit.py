@@ -1,4 +1,4 @@
-"""Do data, model and batches fit each other? Counts in, findings out."""
+"""Checks that data, model and batches fit each other. In: counts. Out: findings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from finetune_trainer.train.policy import total_steps
 
 
 def check_fit(seen: JobInspection) -> list[Finding]:
-    """Findings about the prepared splits."""
+    """Returns the findings about the prepared splits."""
     structure, tokenizer = seen.structure, seen.tokenizer
     return fit_findings(
         seen.plan,
@@ -35,7 +35,7 @@ def fit_findings(
     *,
     max_row: int | None = None,
 ) -> list[Finding]:
-    """The same of counts; None for what the model does not say."""
+    """Returns the findings for these counts; a count is None if the model does not state it."""
     findings = [
         _vocabulary(splits, vocabulary_size, tokenizer_size),
         _positions(splits, max_positions),
@@ -77,7 +77,7 @@ def _positions(splits: Mapping[str, SplitFacts], max_positions: int | None) -> F
 
 
 def _rows(plan: RunPlan, splits: Mapping[str, SplitFacts], max_row: int | None) -> Finding | None:
-    """Packing fills rows up to maxSequenceLength, where there are tokens for it."""
+    """Packing fills rows up to maxSequenceLength, if there are enough tokens."""
     packed = plan.data.max_sequence_length if plan.data.packing else 0
     longest = max((max(min(packed, facts.num_tokens), facts.longest_document) for facts in splits.values()), default=0)
     if max_row is None or longest <= max_row:
@@ -97,7 +97,7 @@ def _batches(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Finding | None:
     facts, batch, world_size = splits.get(TRAIN), plan.training.global_batch_size, plan.parallelism.world_size
     if facts is None or facts.num_sequences >= batch:
         return None
-    # A micro-batch that the manifest names stays what it is, and the global batch has to split into such.
+    # A micro-batch that the manifest sets is kept, and the global batch has to be a multiple of it.
     is_chosen = any(choice.field == MICRO_BATCH_FIELD for choice in plan.choices)
     unit = world_size if is_chosen else world_size * plan.training.micro_batch_size
     largest = facts.num_sequences // unit * unit
@@ -116,7 +116,9 @@ def _batches(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Finding | None:
 
 
 def _evaluations(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Finding | None:
-    """If epochs say how long a run is, only the data tell its steps; with maxSteps the rule book says the same beforehand."""
+    """If a run's length is given in epochs, its steps follow from the data; with maxSteps the rule book reports the same
+    earlier.
+    """
     facts, evaluation, training = splits.get(TRAIN), plan.evaluation, plan.training
     every, stopping = evaluation.every_steps, evaluation.early_stopping
     if facts is None or every is None or training.max_steps is not None or VALIDATION not in splits:

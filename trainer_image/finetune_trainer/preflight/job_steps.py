@@ -1,6 +1,6 @@
-"""The steps that fill in a `JobInspection`: storage, files, tokenizer, data and memory, with what is wrong with each.
+"""The steps that fill in a `JobInspection`: storage, files, tokenizer, data and memory, with the findings of each.
 
-The structure is looked at by a process that roles/preflight.py starts.
+A process that roles/preflight.py starts inspects the structure.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from finetune_trainer.preflight.memory import memory_need
 from finetune_trainer.preflight.places import no_room, not_vacant, not_writable
 
 BYTES_PER_VALUE = 4
-"""Of a trained value and of its optimizer state: float32 at most."""
+"""Bytes of a trained value and of its optimizer state: float32 at most."""
 
 
 def check_trackers(seen: JobInspection) -> Iterable[Finding]:
-    """Experiment trackers that the image does not offer."""
+    """Reports experiment trackers that the image does not offer."""
     unknown = unknown_trackers(seen.plan)
     return () if unknown is None else (unknown,)
 
 
 def check_storage(seen: JobInspection) -> Iterable[Finding]:
-    """Fill in `storage_is_ready`: can the directories be written, as the user that runs this? Leaves nothing behind."""
+    """Fills in `storage_is_ready`: whether the current user can write the directories. Leaves nothing behind."""
     context = seen.context
-    found = [
+    problems = [
         not_writable("spec.workspace", seen.plan.workspace, context.claims_root),
         not_writable("spec.output.destination", seen.plan.output, context.claims_root),
     ]
     if not context.workspace.adapter.exists():
-        # Once this job has trained, what is at the output is its own.
+        # Once this job has trained, the results at the output are its own.
         results = (context.output.adapter, context.output.merged)
-        found.append(not_vacant("spec.output.destination", seen.plan.output, results))
-    findings = [finding for finding in found if finding is not None]
+        problems.append(not_vacant("spec.output.destination", seen.plan.output, results))
+    findings = [finding for finding in problems if finding is not None]
     seen.storage_is_ready = not findings
     return findings
 
 
 def check_files(seen: JobInspection) -> Iterable[Finding]:
-    """Fill in `files`."""
+    """Fills in `files`."""
     location = seen.plan.model.location
     claim = seen.context.claims_root / location.claim
     seen.files = inspect_model_files(seen.context.source_model, f"pvc://{location.claim}/{location.path}", claim)
@@ -61,22 +61,23 @@ def check_files(seen: JobInspection) -> Iterable[Finding]:
 
 
 def check_base_name(seen: JobInspection) -> Iterable[Finding]:
-    """Whether the adapter will name a base of which nobody knows that it is this one. If it names none, loading it fails and
-    says so; that is told on the machine of its author alone.
+    """Warns if the adapter will name a base by a guess alone.
+
+    If it names none, loading it fails with an error; only its author's machine reports that.
     """
     model = seen.plan.model
-    found = adapter_base_problem(model.name, seen.context.base_model) if seen.plan.method.trains_adapter else None
-    return () if found is None or found.rule != GUESSED else (found,)
+    finding = adapter_base_problem(model.name, seen.context.base_model) if seen.plan.method.trains_adapter else None
+    return () if finding is None or finding.rule != GUESSED else (finding,)
 
 
 def check_tokenizer(seen: JobInspection) -> Iterable[Finding]:
-    """Fill in `tokenizer`."""
-    seen.tokenizer, found = load_checked_tokenizer(seen.plan, seen.context.base_model)
-    return found
+    """Fills in `tokenizer`."""
+    seen.tokenizer, findings = load_checked_tokenizer(seen.plan, seen.context.base_model)
+    return findings
 
 
 def check_data(seen: JobInspection) -> Iterable[Finding]:
-    """Fill in `data`. Without a tokenizer, or a place to write, records are checked all the same."""
+    """Fills in `data`. Records are checked even without a tokenizer or a writable directory."""
     plan, context = seen.plan, seen.context
     seen.data = seen.until_done.enter_context(
         prepare(
@@ -92,10 +93,10 @@ def check_data(seen: JobInspection) -> Iterable[Finding]:
 
 
 def check_start(seen: JobInspection) -> Iterable[Finding]:
-    """Whether the checkpoint that training is to begin with is whole, and of what is trained."""
+    """Checks that the checkpoint from which training starts is complete and holds what is trained."""
     try:
         directory = start_directory(seen.context)
-        # What has saved something itself never reads the other one's again.
+        # A job that has saved its own checkpoint never reads the other one again.
         if directory is None or checkpoint_directories(seen.context.workspace.checkpoints):
             return ()
         manifest = read_manifest(directory, None)
@@ -113,34 +114,35 @@ def check_start(seen: JobInspection) -> Iterable[Finding]:
 
 
 def check_memory(seen: JobInspection) -> Iterable[Finding]:
-    """Fill in `memory`, as far as the planner knows the model."""
+    """Fills in `memory`, if the planner knows the model."""
     seen.memory = memory_need(seen.plan, seen.known_structure, seen.known_data.splits)
     shape, adapts = seen.known_structure.shape, seen.plan.method.trains_adapter
-    is_base = [] if shape is None else [each for each in shape.parameters if not each.is_trained or not adapts]
-    size = None if shape is None else sum(each.numel for each in is_base)
-    found = (large_on_cpu(seen.plan, size), None if seen.memory is None else seen.memory.finding)
-    return [finding for finding in found if finding is not None]
+    is_base = [] if shape is None else [parameter for parameter in shape.parameters if not parameter.is_trained or not adapts]
+    size = None if shape is None else sum(parameter.numel for parameter in is_base)
+    findings = (large_on_cpu(seen.plan, size), None if seen.memory is None else seen.memory.finding)
+    return [finding for finding in findings if finding is not None]
 
 
 def check_room(seen: JobInspection) -> Iterable[Finding]:
-    """Room for what this job has still to write."""
+    """Checks that there is room for what this job still has to write."""
     plan, context = seen.plan, seen.context
     trained = sum(math.prod(shape) for shape in seen.known_structure.trainable.values())
-    found = []
+    findings = []
     if not context.workspace.checkpoints.exists():
-        # One checkpoint more than is kept, because the newest is complete before the oldest goes; the best; the trained weights.
+        # One checkpoint more than is kept, because the newest is complete before the oldest is removed; the best; the trained
+        # weights.
         checkpoints = plan.checkpoint.keep + 1 + plan.evaluation.load_best_model_at_end
         values = checkpoints * (1 + len(FORMS[plan.training.optimizer].tensors)) + 1
         needed = values * trained * BYTES_PER_VALUE
-        found.append(no_room("spec.workspace", plan.workspace, context.claims_root, needed, "checkpoints and trained weights"))
+        findings.append(no_room("spec.workspace", plan.workspace, context.claims_root, needed, "checkpoints and trained weights"))
     if not context.workspace.adapter.exists():
         needed = _merged_bytes(seen) + trained * BYTES_PER_VALUE
-        found.append(no_room("spec.output.destination", plan.output, context.claims_root, needed, "the results"))
-    return [finding for finding in found if finding is not None]
+        findings.append(no_room("spec.output.destination", plan.output, context.claims_root, needed, "the results"))
+    return [finding for finding in findings if finding is not None]
 
 
 def _merged_bytes(seen: JobInspection) -> int:
-    """Of the merged model's weights, in the element type that it is to have."""
+    """Returns the size of the merged model's weights, in the merged element type."""
     plan, stored = seen.plan, seen.known_structure.stored_dtype
     if not plan.merge.enabled:
         return 0

@@ -1,4 +1,4 @@
-"""Errors of the libraries and of this trainer -> findings. The texts of the libraries are in model/library_texts.py."""
+"""Turns errors of the libraries and of this trainer into findings. model/library_texts.py has the texts of the libraries."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ _LONGEST_VALUE = 300
 
 @dataclass(frozen=True)
 class ExplainedError:
-    """A text of a library, and the finding that says more than the text itself."""
+    """An error text of a library, and the function that makes a more helpful finding of it."""
 
     text: re.Pattern[str]
     finding: Callable[[ModelInspection, Exception, re.Match[str]], Finding | None]
-    """None: nothing to add in this case."""
+    """Returns None if there is nothing to add."""
 
 
 def loading_error(seen: ModelInspection, error: Exception) -> Finding:
-    """Why the libraries do not build the model."""
+    """Explains why the libraries do not build the model."""
     return _explained(_LOADING, seen, error) or finding_of_error(
         "model-not-accepted", "spec.model.source", seen.directory.name, error
     )
 
 
 def attaching_error(seen: ModelInspection, error: TrainerError) -> Finding:
-    """Why this model cannot be trained with these settings."""
+    """Explains why this model cannot be trained with these settings."""
     return _explained(_ATTACHING, seen, error) or _conflict(seen, error)
 
 
 def finding_of_error(
     identifier: str, field: str, value: str, error: Exception, *, changes: Mapping[str, Any] | None = None, fix: str = ""
 ) -> Finding:
-    """A finding that tells an error: of this trainer in its own words and with its hint, of a library with the class."""
+    """Makes a finding of an error: the trainer's own with their hint, a library's with the name of its class."""
     message = str(error).removeprefix(f"{field}: ")
     is_ours = isinstance(error, TrainerError)
     hint = error.hint if isinstance(error, TrainerError) else ""
@@ -78,9 +78,9 @@ def finding_of_error(
 def _explained(table: tuple[ExplainedError, ...], seen: ModelInspection, error: Exception) -> Finding | None:
     for row in table:
         match = row.text.search(str(error))
-        found = row.finding(seen, error, match) if match is not None else None
-        if found is not None:
-            return found
+        finding = row.finding(seen, error, match) if match is not None else None
+        if finding is not None:
+            return finding
     return None
 
 
@@ -90,23 +90,25 @@ def _conflict(seen: ModelInspection, error: Exception, changes: Mapping[str, Any
 
 
 def _planned(plan: RunPlan, field: str) -> str:
-    """What the plan holds of a field of the spec, as a manifest writes it."""
+    """Returns the plan's value of a field of the spec, as a manifest writes it."""
     adapter = plan.method.adapter
     if field.startswith(_SETTINGS) and adapter is not None:
         name = field.removeprefix(_SETTINGS).removeprefix(".")
         # Not every method has every setting that an error names.
-        held = effective_settings(plan.method.type, adapter.settings).get(name) if name else adapter.settings
+        planned = effective_settings(plan.method.type, adapter.settings).get(name) if name else adapter.settings
     else:
-        held = plan
+        planned = plan
         for part in field.split(".")[1:]:
-            held = getattr(held, to_snake(part))
-    if isinstance(held, BaseModel):
-        held = {to_camel(name): value for name, value in held.model_dump(mode="json").items() if value not in (None, [], {})}
-    return format_value(held)[:_LONGEST_VALUE]
+            planned = getattr(planned, to_snake(part))
+    if isinstance(planned, BaseModel):
+        planned = {
+            to_camel(name): value for name, value in planned.model_dump(mode="json").items() if value not in (None, [], {})
+        }
+    return format_value(planned)[:_LONGEST_VALUE]
 
 
 def _named_field(error: Exception) -> str | None:
-    """Our errors begin with the field that they are about."""
+    """Returns the field with which the trainer's own errors begin."""
     field, colon, _ = str(error).partition(":")
     return field if colon and field.startswith("spec.") else None
 
@@ -124,12 +126,12 @@ def _unknown_attention(seen: ModelInspection, error: Exception, _: re.Match[str]
 
 
 def _stacked_weights(seen: ModelInspection, error: Exception, _: re.Match[str]) -> Finding:
-    """With the settings that PEFT's adapters of stacked weights work with."""
+    """Proposes the settings with which PEFT's adapters of stacked weights work."""
     return _conflict(seen, error, unfit_for_experts(seen.plan.method))
 
 
 def _refused_module(seen: ModelInspection, error: Exception, refused: re.Match[str]) -> Finding | None:
-    """The refusal of a target, with a fix that names, too, what preflight would refuse next."""
+    """Explains the refusal of a target; the fix also names the targets that preflight would refuse next."""
     lora = seen.plan.method.lora
     if seen.observed is None or lora is None or lora.target_modules != (ALL_LINEAR,):
         return None
@@ -139,7 +141,7 @@ def _refused_module(seen: ModelInspection, error: Exception, refused: re.Match[s
 
 
 def _refused_class(seen: ModelInspection, _: Exception, refused: re.Match[str]) -> Finding | None:
-    """Targets of a class that the method has no adapter for."""
+    """Explains targets of a class that the method has no adapter for."""
     method, kind = seen.plan.method, refused[1] or refused[2]
     if method.adapter is None:
         return None
@@ -157,7 +159,7 @@ def _refused_class(seen: ModelInspection, _: Exception, refused: re.Match[str]) 
 
 
 def _refused_size(seen: ModelInspection, error: Exception, refused: re.Match[str]) -> Finding | None:
-    """A setting that does not fit the sizes of the model's layers."""
+    """Explains a setting that does not fit the sizes of the model's layers."""
     method = seen.plan.method
     name = next((each.name for each in known_settings(method.type).values() if each.peft_name == refused[1]), None)
     if method.adapter is None or name is None:
@@ -177,7 +179,7 @@ def _refused_size(seen: ModelInspection, error: Exception, refused: re.Match[str
 
 
 def _layers(seen: ModelInspection) -> list[tuple[str, nn.Linear | Conv1D]]:
-    """The linear layers of the base but the output head, by name; PEFT may have put adapters around some before it failed."""
+    """Returns the base's linear layers by name, except the output head; PEFT may have adapted some before it failed."""
     head = seen.base.get_output_embeddings()
     return [
         (name.removesuffix(".base_layer"), layer)

@@ -1,7 +1,6 @@
-"""The real structure as the memory planner reads it, what this machine has, and what the planner says of it. Called by
-meta_model.py and job_steps.py.
+"""Gives the memory planner the real structure and this machine's limits, and returns its estimate and choices.
 
-Nothing here imports torch when it is imported: roles/preflight.py prepares data at the same time.
+meta_model.py and job_steps.py call this. Importing it does not import torch: roles/preflight.py prepares data meanwhile.
 """
 
 from __future__ import annotations
@@ -28,29 +27,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """What the training of this job will take."""
+    """The memory that the training of this job needs."""
 
     estimate: int
     """Bytes of the fullest rank."""
     limit: int | None
-    """Bytes that a rank may take; None where nobody has said."""
+    """Bytes that a rank may take; None if no limit is known."""
     terms: Mapping[str, int]
-    """What the estimate is made of."""
+    """The parts of the estimate."""
     finding: Finding | None
     resharding: Choice | None = None
-    """What `reshardAfterForward` becomes where the plan leaves it open."""
+    """The choice of `reshardAfterForward` if the plan leaves it open."""
 
     @property
     def facts(self) -> dict[str, str]:
-        """For the termination report."""
-        found = {"memory_estimate": str(self.estimate)}
-        return found if self.limit is None else {**found, "memory_limit": str(self.limit)}
+        """The numbers for the termination report."""
+        numbers = {"memory_estimate": str(self.estimate)}
+        return numbers if self.limit is None else {**numbers, "memory_limit": str(self.limit)}
 
 
 def shape_of(model: nn.Module, base: PreTrainedModel, units: Collection[str], load: str) -> ModelShape | None:
-    """`model` with its adapters, around `base`; None where the planner does not know what its configuration means.
+    """Describes `model` with its adapters around `base`; None if the planner does not know its configuration.
 
-    Weights that are packed already count as what they were packed from: the planner packs them itself.
+    Weights that are already packed count with their type before packing: the planner packs them itself.
     """
     import torch
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -62,7 +61,7 @@ def shape_of(model: nn.Module, base: PreTrainedModel, units: Collection[str], lo
 
     try:
         facts = facts_of(
-            # As transformers fills it in: a published config.json may leave out what its class has as default (Gemma 3's).
+            # As transformers fills it in: a published config.json may leave out its class's defaults (Gemma 3's does).
             base.config.to_dict(),
             has_whole_logits=not returns_output_of_head(base),
             has_fused_attention=bool(getattr(base, "_supports_sdpa", False)),
@@ -75,7 +74,7 @@ def shape_of(model: nn.Module, base: PreTrainedModel, units: Collection[str], lo
     parameters = []
     for name, parameter in model.named_parameters():
         owner, _, last = name.rpartition(".")
-        # What an adapter computes with are layers, too, but none of the model's.
+        # The layers of an adapter are layers as well, but not the model's.
         is_added = parameter.requires_grad and model is not base and SAVED_WHOLE not in owner.split(".")
         kind = _kind(modules[owner]) if last == "weight" and not is_added else "other"
         shape, dtype = tuple(parameter.shape), dtype_name(parameter.dtype)
@@ -100,9 +99,10 @@ def _kind(module: nn.Module) -> Kind:
 def batches_of(
     plan: RunPlan, shape: ModelShape | None, stored: str, *, can_recompute: bool, attention_problem: str
 ) -> tuple[Choice, ...]:
-    """What the planner chooses of what the plan leaves open, for records of any length: the same for every attempt and data.
+    """Returns the planner's choices of what the plan leaves open, for records of any length.
 
-    attention_problem: why varlen cannot be; empty: it can.
+    They are the same for every attempt and data.
+    attention_problem: why varlen is not possible; empty if it is.
     """
     attention = choose_attention(plan, attention_problem)
     plan = plan.with_choices(attention)
@@ -112,7 +112,7 @@ def batches_of(
 
 
 def memory_need(plan: RunPlan, structure: ModelStructure, splits: Mapping[str, SplitFacts]) -> MemoryNeed | None:
-    """What the planner says; None where it does not know the model."""
+    """Returns the planner's verdict; None if it does not know the model."""
     if structure.shape is None:
         return None
     longest = max((facts.longest_document for facts in splits.values()), default=0)
@@ -128,7 +128,7 @@ def memory_need(plan: RunPlan, structure: ModelStructure, splits: Mapping[str, S
 
 
 def limit_here(plan: RunPlan) -> MemoryLimit | None:
-    """By the plan's placement; without one, of the smallest GPU that processes of this machine see. None if nothing says."""
+    """Returns the limit of the plan's placement, else of the smallest visible GPU of this machine; None if neither is known."""
     limit = limit_of(plan)
     if limit is not None or plan.placement is not None:
         return limit

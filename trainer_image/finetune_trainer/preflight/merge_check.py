@@ -1,6 +1,6 @@
-"""Can what this run will train be merged into this base, and can the merge be verified within the thresholds asked for?
+"""Checks that what this run trains can be merged into its base, and the merge verified within the requested thresholds.
 
-Asked of the merge's own planner with the tensors that will be saved. Reads headers only.
+Uses the merge's own planner with the tensors that will be saved. Reads headers only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _VERIFY = "spec.merge.verify"
 
 
 def check_merge(seen: ModelInspection) -> Iterator[Finding]:
-    """At most one finding; none if the merge is possible, or is not asked for. Reads headers only."""
+    """Returns at most one finding; none if the merge is possible or not requested. Reads headers only."""
     plan, directory, structure = seen.plan, seen.directory, seen.known_structure
     if not plan.merge.enabled or structure.adapter_settings is None:
         return
@@ -48,7 +48,7 @@ def check_merge(seen: ModelInspection) -> Iterator[Finding]:
             max_shard_bytes=plan.merge.max_shard_bytes,
             quantized=quantized_tensors(directory, model, packed) if packed else {},
         )
-        # The merge leaves alone what it cannot read, its verification computes with all.
+        # The merge leaves tensors alone that it cannot read; its verification computes with all.
         model.require_readable()
     except MergeError as error:
         yield make_finding(
@@ -61,11 +61,13 @@ def check_merge(seen: ModelInspection) -> Iterator[Finding]:
 
 
 def check_thresholds(seen: ModelInspection) -> Iterator[Finding]:
-    """Warnings: how far rounding moves the logits depends on the model, and a small one may stay below. Reads headers only."""
+    """Returns warnings: how far rounding moves the logits depends on the model, and a small one may stay below. Reads headers
+    only.
+    """
     plan, merge = seen.plan, seen.plan.merge
     if not merge.enabled or seen.known_structure.adapter_settings is None:
         return
-    # A merge that puts what was trained in the place of what is stored does not round.
+    # A merge that replaces stored tensors by trained ones does not round.
     if METHODS[plan.method.type].needs.trains_base_modules:
         return
     if merge.max_kl_divergence is None and merge.min_top1_agreement is None:

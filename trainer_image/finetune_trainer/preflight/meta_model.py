@@ -1,7 +1,7 @@
-"""The steps that fill in a `ModelInspection`: the real model and its adapters, built by the pinned libraries on torch's meta
-device.
+"""The steps that fill in a `ModelInspection`: they build the real model and its adapters on torch's meta device.
 
-What the trainer asserts again after wrapping (model/invariants.py) is asserted here first, and becomes a finding.
+The libraries are the pinned ones. What the trainer asserts after wrapping (model/invariants.py) is asserted here first and
+becomes a finding.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from finetune_trainer.preflight.model_inspection import AttachedModel, LoadedMod
 from finetune_trainer.weights.rounding import dtype_name
 
 _PEFT_DOES_NOT_MIND = frozenset({"token-index-unknown", "saved-module-unknown", "adapter-pattern-unmatched"})
-"""Unknown names despite which PEFT attaches what is left, so that what it says of that is said, too."""
+"""Rules of unknown names despite which PEFT attaches the rest, so that its other problems are reported as well."""
 _STRETCHED = ("yarn", "llama3")
 """Kinds of rotary positions whose factor says how many times longer than the first training texts may be."""
 
 
 def fill_in_use(seen: ModelInspection) -> Iterable[Finding]:
-    """Fill in `observed`."""
+    """Fills in `observed`."""
     seen.observed = observe_use(seen.plan, seen.directory)
     return ()
 
 
 def check_loading(seen: ModelInspection) -> Iterable[Finding]:
-    """Fill in `loaded` and `precision`, and say what the files lack; or why the model cannot be built."""
+    """Fills in `loaded` and `precision` and reports what the files lack, or why the model cannot be built."""
     try:
         base, findings = load_skeleton(seen.plan, seen.directory)
     except Exception as error:  # noqa: BLE001 - a library meets a file of the user's: whatever it raises is about that file
@@ -74,7 +74,7 @@ def check_loading(seen: ModelInspection) -> Iterable[Finding]:
 
 
 def _wrap_classes(plan: RunPlan, base: nn.Module) -> tuple[str, ...]:
-    """Empty, too, if a class is unknown, of which check_wrap_classes says so."""
+    """Returns the classes to wrap; empty if one is unknown, which check_wrap_classes reports."""
     fsdp = plan.parallelism.fsdp
     if fsdp.auto_wrap_policy is not AutoWrapPolicy.TRANSFORMER_BASED_WRAP:
         return ()
@@ -85,12 +85,12 @@ def _wrap_classes(plan: RunPlan, base: nn.Module) -> tuple[str, ...]:
 
 
 def can_attach(seen: ModelInspection) -> bool:
-    """Whether PEFT would get as far as adapters: no error so far, but for names that it ignores."""
+    """Whether PEFT would get as far as adapters: no error so far except names that it ignores."""
     return not any(finding.severity == "error" and finding.rule not in _PEFT_DOES_NOT_MIND for finding in seen.findings)
 
 
 def attach_adapters(seen: ModelInspection) -> Iterable[Finding]:
-    """Fill in `attached`, or `conflict`."""
+    """Fills in `attached` or `conflict`."""
     try:
         seen.attached = _attached(seen.plan, seen.base, seen.directory)
     except TrainerError as error:
@@ -103,7 +103,7 @@ def has_conflict(seen: ModelInspection) -> bool:
 
 
 def check_conflict(seen: ModelInspection) -> Iterator[Finding]:
-    """Why the settings cannot work with this model."""
+    """Reports why the settings cannot work with this model."""
     if seen.conflict is not None:
         yield attaching_error(seen, seen.conflict)
 
@@ -117,14 +117,14 @@ def _attached(plan: RunPlan, base: PreTrainedModel, directory: Path) -> Attached
     units = unit_names(model, plan.parallelism.fsdp)
     if plan.parallelism.fsdp.version == 1:
         check_adapter_bits(plan, stored)
-        # Of stacked weights check_stacked_weights says more.
+        # check_stacked_weights says more about stacked weights.
         if plan.parallelism.world_size == 1 or not any(isinstance(module, ParamWrapper) for module in model.modules()):
             check_flat_units(model, units, plan.parallelism.fsdp)
     return AttachedModel(model, saved_names, tuple(units))
 
 
 def _trained(plan: RunPlan, base: PreTrainedModel, directory: Path) -> tuple[nn.Module, dict[str, str]]:
-    """The model that is trained, and the file's name of each trained parameter."""
+    """Returns the model that is trained, and the name in the file of each trained parameter."""
     if not plan.method.trains_adapter:
         return base, {name: name for name, _ in base.named_parameters()}
     adapted = attach_skeleton_adapters(base, plan, directory)
@@ -140,7 +140,7 @@ def _trained(plan: RunPlan, base: PreTrainedModel, directory: Path) -> tuple[nn.
 
 
 def describe_structure(seen: ModelInspection) -> Iterable[Finding]:
-    """Fill in `structure`."""
+    """Fills in `structure`."""
     if seen.loaded is None:
         return ()
     loaded, model, units = seen.loaded, seen.trained.model, seen.trained.units
@@ -187,11 +187,11 @@ def _name(dtype: torch.dtype | None) -> str:
 
 
 def max_positions(config: PreTrainedConfig, wanted: int | None = None) -> int | None:
-    """Of one document; None where the configuration does not say. wanted: what the job says of rotary positions, which have no
-    table that ends.
+    """Returns the most positions of one document; None if the configuration does not say.
 
+    wanted: the job's number for rotary positions, which have no table that ends.
     Positions are often stretched in the configuration alone, as Qwen's model cards show for YaRN: `max_position_embeddings` then
-    stays what it was.
+    keeps its value.
     """
     written = getattr(config, "max_position_embeddings", None)
     if type(written) is not int:
@@ -201,13 +201,13 @@ def max_positions(config: PreTrainedConfig, wanted: int | None = None) -> int | 
 
 
 def max_row(config: PreTrainedConfig) -> int | None:
-    """Of all that is in one row of a batch; None: no limit. MPT's code makes its biases for so many keys and no more."""
+    """Returns the most tokens in one row of a batch; None if unlimited. MPT's code makes its biases for this many keys only."""
     written = getattr(config, "max_seq_len", None)
     return written if config.model_type == "mpt" and type(written) is int else None
 
 
 def _ropes(config: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
-    """One, or one for each kind of layer."""
+    """Yields the rotary parameters: one set, or one for each kind of layer."""
     ropes = getattr(config, "rope_parameters", None)
     if isinstance(ropes, dict):
         yield from (rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict))

@@ -1,6 +1,6 @@
-"""The checks of a model, in the order in which their findings are shown.
+"""Lists the checks of a model, in the order in which their findings are shown.
 
-Run in a process of its own (model_process.py), and by the rehearsal on a scaled-down model.
+They run in their own process (model_process.py), and in the rehearsal on a scaled-down model.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ STRUCTURE: tuple[CheckStep[ModelInspection], ...] = (
     CheckStep(check_variable_length, (is_loaded, may_use_varlen)),
     CheckStep(describe_structure, (is_attached, nothing_refused)),
 )
-"""What the trainer will build, and what keeps it from being built."""
+"""The checks that build the trained structure and report what prevents it."""
 
 MODEL: tuple[CheckStep[ModelInspection], ...] = (
     CheckStep(check_task),
@@ -97,18 +97,18 @@ MODEL: tuple[CheckStep[ModelInspection], ...] = (
     CheckStep(check_thresholds, (has_structure,)),
     CheckStep(check_merge, (has_structure,)),
 )
-"""All that can be known of a model without its data."""
+"""The checks that need the model but not its data."""
 
 
 def inspect_structure(plan: RunPlan, directory: Path) -> ModelInspection:
-    """Of a model that nobody has observed."""
+    """Runs the checks of the structure, without observing a small model."""
     seen = ModelInspection(plan, directory)
     run_steps(STRUCTURE, seen)
     return seen
 
 
 def inspect_model(plan: RunPlan, directory: Path) -> ModelInspection:
-    """All checks of a model. Reads headers, and of weights only what stored_weights.py looks at."""
+    """Runs all checks of a model. Reads headers, and of weights only what stored_weights.py looks at."""
     seen = ModelInspection(plan, directory)
     run_steps(MODEL, seen)
     return seen

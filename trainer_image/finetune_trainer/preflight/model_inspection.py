@@ -1,4 +1,4 @@
-"""What is inspected of a model, as far as it is known: loaded, observed, with its adapters; and what checks may need of it."""
+"""The inspection of a model: loaded, observed and with its adapters, as far as known, and the conditions that checks need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from finetune_trainer.inspection.report import ModelStructure
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """The base model on the meta device, and what adapters would hide of it."""
+    """The base model on the meta device, and its properties that adapters would hide."""
 
     base: PreTrainedModel
     vocabulary_size: int
@@ -26,7 +26,7 @@ class LoadedModel:
     padding_row: int | None
     max_positions: int | None
     max_row: int | None
-    """As in ModelStructure."""
+    """See ModelStructure."""
     wrap_classes: tuple[str, ...]
 
 
@@ -36,14 +36,14 @@ class AttachedModel:
 
     model: nn.Module
     saved_names: dict[str, str]
-    """Name of each trained parameter -> its name in the file."""
+    """The name in the file of each trained parameter, by its name."""
     units: tuple[str, ...]
     """Names of the modules that become FSDP units."""
 
 
 @dataclass
 class ModelInspection:
-    """Of one job's model. A part is None until a check has filled it in, or if that failed."""
+    """The inspection of one job's model. A part is None until a check has filled it in, or if that check failed."""
 
     plan: RunPlan
     directory: Path
@@ -53,44 +53,44 @@ class ModelInspection:
     loaded: LoadedModel | None = None
     attached: AttachedModel | None = None
     precision: tuple[Choice, ...] = ()
-    """Of the computation, if the plan left it open; it is in `plan` since."""
+    """The precision of the computation if the plan left it open; `plan` then holds it as well."""
     attention_problem: str = ""
-    """Why attention cannot be computed by the bounds of documents; empty: it can, or nobody has asked."""
+    """Why attention cannot be computed from document bounds; empty if it can, or if varlen was not considered."""
     conflict: TrainerError | None = None
     """Why no adapters could be attached to the loaded model."""
     structure: ModelStructure | None = None
 
     @property
     def base(self) -> PreTrainedModel:
-        """Of checks that need `is_loaded`."""
+        """The base model, for checks that need `is_loaded`."""
         if self.loaded is None:
             raise LookupError("the model is not loaded")
         return self.loaded.base
 
     @property
     def trained(self) -> AttachedModel:
-        """Of checks that need `is_attached`."""
+        """The trained model, for checks that need `is_attached`."""
         if self.attached is None:
             raise LookupError("the adapters are not attached")
         return self.attached
 
     @property
     def lora(self) -> LoraPlan:
-        """Of checks that need `trains_lora`."""
+        """LoRA's settings, for checks that need `trains_lora`."""
         if self.plan.method.lora is None:
             raise LookupError("the method has no LoRA settings")
         return self.plan.method.lora
 
     @property
     def uses(self) -> ModuleUses:
-        """Of checks that need `is_observed`."""
+        """The observed uses, for checks that need `is_observed`."""
         if self.observed is None:
             raise LookupError("no small model was observed")
         return self.observed.uses
 
     @property
     def known_structure(self) -> ModelStructure:
-        """Of checks that need `has_structure`."""
+        """The structure, for checks that need `has_structure`."""
         if self.structure is None:
             raise LookupError("the structure is not known")
         return self.structure

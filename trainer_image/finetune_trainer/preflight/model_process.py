@@ -1,8 +1,8 @@
-"""What will be trained and merged, found out in a process of its own, and what is known of a model where that process failed.
+"""Inspects the model that will be trained and merged in a separate process, and reports what is known if that process failed.
 
-torch and the libraries around it take hundreds of MB for as long as a process lives, so the one that prepares the data, perhaps
-for an hour and with workers next to it, does without them (processes/start.py). The process is a fork of one that has imported
-them (roles/rehearse.py).
+torch and the libraries around it take hundreds of MB for as long as a process lives, so the process that prepares the data,
+perhaps for an hour and with workers next to it, does without them (processes/start.py). The separate process is a fork of one
+that has imported them (roles/rehearse.py).
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from finetune_trainer.processes.start import NO_ADVICE, torch_is_here
 Checked = tuple[ModelStructure | None, list[Finding]]
 ANSWER: TypeAdapter[Checked] = TypeAdapter(Checked)
 ANSWER_BYTES = 32 << 20
-"""A structure of 100,000 trained tensors takes some 20 MB."""
+"""The most bytes of an answer; a structure of 100,000 trained tensors takes some 20 MB."""
 
 
 LONG_WORK_SECONDS = 24 * 3600.0
-"""For what reads all weights, such as the first values of all layers, of which preflight refuses more than an hour."""
+"""Time limit of work that reads all weights, such as the first values of all layers; preflight refuses more than an hour."""
 
 
 class ModelCheckError(TrainerError):
-    """The process that looks at the model ended before it had looked."""
+    """The process that inspects the model ended too early."""
 
 
 class ModelCheckKilledError(ModelCheckError):
-    """By SIGKILL, which is what the kernel does where memory runs out."""
+    """The process was killed by SIGKILL, which the kernel sends if memory runs out."""
 
     failure = FailureClass.HOST_OUT_OF_MEMORY
 
 
 def check_model(plan: RunPlan, directory: Path) -> Checked:
-    """The structure, or None where it cannot be built, and every finding, of the merge too. Reads headers only."""
+    """Returns the structure, or None if it cannot be built, and all findings, including the merge's. Reads headers only."""
     from finetune_trainer.preflight.model_checks import inspect_model
 
     seen = inspect_model(plan, directory)
@@ -56,7 +56,7 @@ def check_model(plan: RunPlan, directory: Path) -> Checked:
 
 
 def computed_first_values(context: RunContext) -> str:
-    """Digest of the file of first values, in a process of its own where this one does without torch.
+    """Returns the digest of the file of first values, computed in a separate process if this one does without torch.
 
     Raises ModelCheckError, and OSError as the file system does.
     """
@@ -67,7 +67,7 @@ def computed_first_values(context: RunContext) -> str:
 
         return ensure_first_values(context.plan, context.base_model, path)
     arguments = ["--model", str(context.base_model), "--to", str(path)]
-    # How long it takes was looked at before; the pod's deadlines hold besides.
+    # An earlier check has estimated the time; the pod's deadlines apply as well.
     work = ModuleWork("finetune_trainer.model.first_values", arguments, context.plan.model_dump_json().encode())
     what, fix = "decomposes the base's weights", "its log says why; remove spec.method.lora.initLoraWeights to do without"
     return answer_of(work.start(), what, fix).decode()
@@ -75,12 +75,12 @@ def computed_first_values(context: RunContext) -> str:
 
 @dataclass(frozen=True)
 class ModuleWork:
-    """A module with torch to be run as a program that dies with this process."""
+    """A module that needs torch, to be run as a program that ends with this process."""
 
     name: str
     arguments: Sequence[str]
     given: bytes
-    """Its standard input."""
+    """The standard input."""
 
     def start(self) -> Child:
         command = [sys.executable, "-m", self.name, "--parent", str(os.getpid()), *self.arguments]
@@ -89,7 +89,7 @@ class ModuleWork:
 
 
 def answer_of(child: Child, what: str, fix: str) -> bytes:
-    """What a process says that `what`. Raises ModelCheckError if it does not come to its end."""
+    """Returns the answer of a process that `what`. Raises ModelCheckError if the process fails."""
     ended = wait_for_answer(child, LONG_WORK_SECONDS)
     if ended.code in (-signal.SIGKILL, 128 + signal.SIGKILL):
         raise ModelCheckKilledError(
@@ -102,13 +102,13 @@ def answer_of(child: Child, what: str, fix: str) -> bytes:
 
 
 def check_within_bounds(plan: RunPlan, directory: Path) -> bytes:
-    """`check_model` as an answer, of a process that lives for nothing else: its time and memory are bounded from here on."""
+    """Encodes the answer of `check_model`, in a process that does nothing else: limits its time and memory from here on."""
     limit_this_process()
     return encode_answer(ANSWER.dump_python(check_model(plan, directory), mode="json"))
 
 
 def checked(ended: ChildEnd, directory: Path) -> Checked:
-    """What such a process says of the model in `directory`. Raises ModelCheckError if it says nothing."""
+    """Returns the answer of such a process about the model in `directory`. Raises ModelCheckError if there is none."""
     if ended.exceeded is not None or ended.code == -signal.SIGXCPU:
         return None, [_endless(directory, how_it_ended(ended))]
     if ended.code in (-signal.SIGKILL, 128 + signal.SIGKILL):

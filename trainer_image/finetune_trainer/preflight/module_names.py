@@ -1,8 +1,8 @@
-"""Do the names in the adapter settings mean anything in this model? By PEFT's own rules (name_matching.py), with near matches.
+"""Checks that the names in the adapter settings match something in this model, by PEFT's own rules (name_matching.py).
 
-PEFT itself raises only where nothing at all matches: one wrong name among right ones is dropped without a word, and patterns that
-match nothing always are (peft.tuners.tuners_utils.check_target_module_exists, peft.utils.other.get_pattern_key).
-In: settings and names of the model's modules. Out: findings, for adapter_names.py, which has the model.
+PEFT itself raises only if nothing at all matches: it silently drops one wrong name among right ones, and all patterns that
+match nothing (peft.tuners.tuners_utils.check_target_module_exists, peft.utils.other.get_pattern_key).
+In: settings and names of the model's modules. Out: findings with near matches, for adapter_names.py, which has the model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from finetune_trainer.preflight.name_matching import (
 )
 
 STACKED_DIMENSIONS, ADAPTABLE_DIMENSIONS = 3, (2, 3)
-"""Of a parameter that holds one matrix per expert, and of those that LoRA adapts (peft.tuners.lora.layer.ParamWrapper)."""
+"""Dimensions of a parameter that holds one matrix per expert, and of those that LoRA adapts (peft's ParamWrapper)."""
 Names = Collection[str] | Mapping[str, Any]
-"""A list of them, or the keys of a pattern."""
+"""A list of names, or a mapping with patterns as keys."""
 
 
 def wrong_module_names(
@@ -40,10 +40,10 @@ def wrong_module_names(
     parameters: Collection[str] = (),
     understood: Collection[str] = (),
 ) -> list[Finding]:
-    """A finding per name without a match.
+    """Returns a finding for each name without a match.
 
     `adaptable`: names of the modules that can hold an adapter (linear layers, embeddings); `modules`: names of all modules;
-    `parameters`: of all parameters; `understood`: targets that PEFT takes for something else.
+    `parameters`: names of all parameters; `understood`: targets that PEFT takes for something else.
     """
     place = "spec.method.lora"
     reason = "names no linear layer or embedding of this model"
@@ -76,17 +76,20 @@ def wrong_module_names(
         "saved-module-unknown", f"{place}.modulesToSave", lora.modules_to_save, modules, matches=is_saved, reason=reason
     )
     reason = "matches no linear layer or embedding of this model, so it would change nothing"
-    held = [*adaptable, *(name for name in parameters if any(targets(each, name) for each in lora.target_parameters))]
+    matched = [*adaptable, *(name for name in parameters if any(targets(each, name) for each in lora.target_parameters))]
     for field, patterns in (("rankPattern", lora.rank_pattern), ("alphaPattern", lora.alpha_pattern)):
         findings += _without_match(
-            "adapter-pattern-unmatched", f"{place}.{field}", patterns, held, matches=pattern_matches, reason=reason
+            "adapter-pattern-unmatched", f"{place}.{field}", patterns, matched, matches=pattern_matches, reason=reason
         )
-        findings += _overlapping(f"{place}.{field}", patterns, held)
+        findings += _overlapping(f"{place}.{field}", patterns, matched)
     return findings
 
 
 def wrong_parameters(lora: LoraPlan, parameters: Mapping[str, int]) -> list[Finding]:
-    """A finding per name of targetParameters without a match. `parameters`: dimensions by name, of all parameters of the base."""
+    """Returns a finding for each name of targetParameters without a match.
+
+    `parameters`: the number of dimensions by name, of all parameters of the base.
+    """
     field = "spec.method.lora.targetParameters"
     wrong: dict[str, tuple[str, str]] = {}
     """Message and fix by name."""
@@ -99,7 +102,7 @@ def wrong_parameters(lora: LoraPlan, parameters: Mapping[str, int]) -> list[Find
             known = f"did you mean {' or '.join(near)}?" if near else "remove it, or use one of the model's names."
             held = ", ".join(_endings(stacked, 3)[:8]) or "no stacked parameters: name its linear layers in targetModules"
             wrong[name] = ("names no parameter of this model", f"{known} It has {held}")
-            # Of a model without stacked parameters the linear layers are to be named, in another field.
+            # For a model without stacked parameters the linear layers have to be named, in another field.
             instead[name] = near[0] if near and stacked else None
         elif flat := next((each for each, dimensions in found.items() if dimensions not in ADAPTABLE_DIMENSIONS), None):
             message = f"names {flat}, which has {found[flat]} dimension; LoRA adapts parameters of two or three"
@@ -110,7 +113,7 @@ def wrong_parameters(lora: LoraPlan, parameters: Mapping[str, int]) -> list[Find
 
 
 def wrong_token_indices(lora: LoraPlan, vocabulary_size: int) -> list[Finding]:
-    """A finding where rows of the embedding are named that it does not have."""
+    """Reports rows of the embedding that do not exist."""
     beyond = sorted(index for index in lora.trainable_token_indices if index >= vocabulary_size)
     if not beyond:
         return []
@@ -123,7 +126,7 @@ def wrong_token_indices(lora: LoraPlan, vocabulary_size: int) -> list[Finding]:
 
 
 def _left_out(lora: LoraPlan, adaptable: Collection[str]) -> list[Finding]:
-    """Targets of which nothing is left: PEFT drops what is excluded or saved whole without a word."""
+    """Reports targets of which nothing is left: PEFT silently drops modules that are excluded or saved whole."""
     field = "spec.method.lora.targetModules"
     findings = []
     for name in lora.target_modules:
@@ -140,7 +143,7 @@ def _left_out(lora: LoraPlan, adaptable: Collection[str]) -> list[Finding]:
 
 
 def _overlapping(field: str, patterns: Mapping[str, int], adaptable: Collection[str]) -> list[Finding]:
-    """PEFT takes the first pattern that matches, and adapter_config.json has them in alphabetical order, as the plan does."""
+    """PEFT takes the first pattern that matches; adapter_config.json has them in alphabetical order, as the plan does."""
     for module in adaptable:
         matching = [pattern for pattern in patterns if pattern_matches(pattern, [module])]
         if len({patterns[pattern] for pattern in matching}) > 1:
@@ -151,7 +154,7 @@ def _overlapping(field: str, patterns: Mapping[str, int], adaptable: Collection[
 
 
 def _endings(names: Collection[str], parts: int) -> list[str]:
-    """The last `parts` parts of the names, each once."""
+    """Returns the last `parts` parts of the names, without repetition."""
     return list(dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names))
 
 
@@ -180,7 +183,7 @@ def _no_such_layers(
 def _in_other_layers(
     names: Iterable[str], layers: Collection[int], modules: Collection[str], patterns: Collection[Any], place: str
 ) -> list[Finding]:
-    """PEFT looks at the layers only of modules that it finds by the end of their names."""
+    """PEFT restricts only modules that it finds by the end of their names to the chosen layers."""
     field = f"{place}.layersToTransform"
     beyond = {name: layer_numbers(patterns, [name]) - set(layers) for name in names if layers and name in modules}
     beyond = {name: numbers for name, numbers in beyond.items() if numbers}
@@ -225,7 +228,7 @@ def _matches_no_module(field: str, text: str, modules: Iterable[str]) -> Finding
 
 
 def wrong_method_settings(method: MethodType, adapter: AdapterPlan, modules: Collection[str]) -> list[Finding]:
-    """A finding per setting that PEFT's configuration of this method does not take, and per target that names no module."""
+    """Reports settings that PEFT's configuration of this method does not take, and targets that match no module."""
     values, wrong = peft_fields(method, adapter.settings)
     findings = [
         make_finding(
@@ -276,7 +279,7 @@ def wrong_method_settings(method: MethodType, adapter: AdapterPlan, modules: Col
 
 
 def _names(adapter: AdapterPlan, setting: str) -> list[str]:
-    """A list of names; empty where it is unset, or a regular expression."""
+    """Returns a list of names; empty if it is unset or a regular expression."""
     written = adapter.settings.get(setting)
     return [name for name in written if isinstance(name, str)] if isinstance(written, list) else []
 
@@ -290,12 +293,12 @@ def _of_name(
     *,
     changes: Mapping[str, Any] | None = None,
 ) -> Finding:
-    """A finding whose message begins with the name that it is about."""
+    """Makes a finding whose message begins with the name that it is about."""
     return make_finding(rule, field=field, value=value, message=f"{value!r} {message}", fix=fix, changes=changes)
 
 
 def _layer_settings(place: str, layers: Any, patterns: Any = None) -> list[str]:
-    """The fields that choose layers, which the rule book takes next to written targets alone; only those that are set."""
+    """Returns the set fields that choose layers; the rule book allows them only with explicit targets."""
     written = {f"{place}.layersToTransform": layers, f"{place}.layersPattern": patterns}
     return [field for field, value in written.items() if value not in (None, [], (), "")]
 
@@ -310,9 +313,9 @@ def _without_match(
     reason: str,
     depending: Collection[str] = (),
 ) -> list[Finding]:
-    """A finding per name that matches nothing. Its changes put each of them right: the nearest name, or none.
+    """Returns a finding for each name that matches nothing. The changes replace each by the nearest name, or remove it.
 
-    `depending`: fields that are removed, too, where no name is left.
+    `depending`: fields that are removed as well if no name is left.
     """
     wrong = [name for name in names if not matches(name, modules)]
     if not wrong:
@@ -336,7 +339,7 @@ def _without_match(
 
 
 def _put_right(names: Names, instead: Mapping[str, str | None]) -> list[str] | dict[str, Any] | None:
-    """The same names with others in the place of some; None where nothing is left. What is right already stays as it is."""
+    """Returns the names with some replaced; None if nothing is left. Names that are right already stay as they are."""
     new = {name: instead.get(name, name) for name in names}
     if isinstance(names, Mapping):
         moved = {str(right): names[name] for name, right in new.items() if right is not None and right not in names}

@@ -1,8 +1,8 @@
-"""Which modules and parameters of a model a name in the settings of an adapter means: PEFT's rules of matching, on names alone.
+"""Matches a name in the settings of an adapter to modules and parameters of a model by PEFT's rules, from names alone.
 
-A list is matched by the end of names, a text in its place as a regular expression, the key of a pattern by an expression of
-PEFT's making, modulesToSave by any end at all, and layers by their numbers. Asked by module_names.py, which says what matches
-nothing, and by adapter_names.py and attached.py for what PEFT made of the names.
+A list is matched by the end of names, a text instead of a list as a regular expression, the key of a pattern by an expression
+that PEFT makes of it, modulesToSave by any end at all, and layers by their numbers. module_names.py uses this to report names
+that match nothing; adapter_names.py and attached.py use it to see what PEFT made of the names.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from finetune_job.module_expressions import key_expression
 from finetune_trainer.preflight.expressions import compiled_or_none
 
 LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
-"""How PEFT finds a module's layer number: the first part of its name that is one."""
+"""How PEFT finds a module's layer number: the first part of its name that is a number."""
 
 
 def targets(name: str, module: str) -> bool:
-    """Whether a name of a list means the module or parameter: the whole name or its last parts."""
+    """Whether a name of a list means the module or parameter: its whole name or its last parts."""
     return module == name or module.endswith(f".{name}")
 
 
@@ -31,12 +31,12 @@ def pattern_matches(pattern: str, modules: Iterable[str]) -> bool:
 
 
 def is_target(name: str, modules: Iterable[str]) -> bool:
-    """Whether a name of targetModules or its like means one of these modules; all-linear always does."""
+    """Whether a name of targetModules or a similar list means one of these modules; all-linear always does."""
     return name == ALL_LINEAR or any(targets(name, module) for module in modules)
 
 
 def is_saved(name: str, modules: Iterable[str]) -> bool:
-    """Whether a name of modulesToSave means one of these modules: it may be any end of one's name."""
+    """Whether a name of modulesToSave means one of these modules: it may be any end of a module's name."""
     return any(module.endswith(name) for module in modules)
 
 
@@ -46,7 +46,7 @@ def is_inside(saved: str, module: str) -> bool:
 
 
 def is_expression_for(text: str, modules: Iterable[str]) -> bool:
-    """Whether a text in place of a list means a module: as a whole, which is how PEFT reads it."""
+    """Whether a text instead of a list matches a module's whole name, as PEFT reads it."""
     if text.lower() == ALL_LINEAR:
         return True
     compiled = compiled_or_none(text)
@@ -54,7 +54,7 @@ def is_expression_for(text: str, modules: Iterable[str]) -> bool:
 
 
 def layer_numbers(patterns: Collection[Any], modules: Collection[str]) -> set[int]:
-    """The numbers that PEFT finds in names of modules: behind the first of the patterns that a name has, or behind any part."""
+    """Returns the numbers that PEFT finds in names of modules: behind the first matching pattern, or behind any part."""
     if not patterns:
         return {int(found.group(1)) for module in modules if (found := LAYER.match(module))}
     compiled = [compiled_or_none(rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\.") for pattern in patterns]

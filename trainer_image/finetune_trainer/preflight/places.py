@@ -1,6 +1,6 @@
-"""Directories of a job: whether they can be written and hold nothing of others. Leaves nothing behind.
+"""Checks that a job's directories can be written and hold nothing of others. Leaves nothing behind.
 
-Light: the command line asks before anything heavy is imported (roles/look.py).
+This module is light: the command line uses it before anything heavy is imported (roles/look.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from finetune_job.finding import Finding
 
 
 def not_writable(field: str, location: ClaimPath, claims_root: Path) -> Finding | None:
-    """Write and remove a file in the directory, or in the nearest one above it that exists."""
+    """Writes and removes a file in the directory, or in its nearest parent that exists."""
     claim = claims_root / location.claim
     address = f"pvc://{location.claim}/{location.path}"
     if not claim.is_dir():
@@ -45,7 +45,7 @@ def not_writable(field: str, location: ClaimPath, claims_root: Path) -> Finding 
 
 
 def no_room(field: str, location: ClaimPath, claims_root: Path, needed_bytes: int, what: str) -> Finding | None:
-    """At least `needed_bytes` are free on the claim."""
+    """Reports a claim with less than `needed_bytes` free."""
     statistics = os.statvfs(_nearest_existing(claims_root / location.claim / location.path))
     free_bytes = statistics.f_bavail * statistics.f_frsize
     if free_bytes >= needed_bytes:
@@ -60,7 +60,7 @@ def no_room(field: str, location: ClaimPath, claims_root: Path, needed_bytes: in
 
 
 def not_vacant(field: str, location: ClaimPath, results: Iterable[Path]) -> Finding | None:
-    """None of `results` exists: another job's results are never overwritten."""
+    """Reports `results` that exist: another job's results are never overwritten."""
     taken = [path.name for path in results if path.exists()]
     if not taken:
         return None

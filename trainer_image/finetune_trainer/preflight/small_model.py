@@ -1,8 +1,7 @@
-"""What the logits of a small model of the same architecture show of the model's code, such as packed documents that see each
-other.
+"""Runs a small model of the same architecture to test the model's code, for instance whether packed documents see each other.
 
-Positions that start again keep documents apart where masks are made from them (model/packed_documents.py); not all code makes
-its masks so, and none of it says what it does.
+Positions that start again separate documents if masks are made from them (model/packed_documents.py); not all code makes its
+masks this way, and none of it declares what it does.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ log = logging.getLogger(__name__)
 FIRST, SECOND = 9, 7
 """Tokens of the two documents."""
 LEAK_TOLERANCE = 1e-4
-"""Largest difference of a logit, in float32. Leaks were measured from 0.01 up, and other order of sums below 1e-6."""
+"""Largest difference of a logit, in float32. Leaks were measured from 0.01 up, another order of sums below 1e-6."""
 
 
 def check_small_model(seen: ModelInspection) -> list[Finding]:
-    """What is found; nothing where the code of the model fails, of which the rehearsal says why. Changes the model's weights."""
+    """Returns the findings; none if the model's code fails, which the rehearsal reports. Changes the model's weights."""
     if seen.observed is None:
         return []
     plan, model = seen.plan, seen.observed.model
@@ -35,8 +34,8 @@ def check_small_model(seen: ModelInspection) -> list[Finding]:
     checks: list[Callable[[PreTrainedModel], Finding | None]] = [causality_finding]
     if plan.data.packing:
         checks.append(packing_leak_finding)
-    found = [_tried(check, model) for check in checks]
-    return [finding for finding in found if finding is not None]
+    findings = [_tried(check, model) for check in checks]
+    return [finding for finding in findings if finding is not None]
 
 
 def _tried(check: Callable[[PreTrainedModel], Finding | None], model: PreTrainedModel) -> Finding | None:
@@ -49,7 +48,7 @@ def _tried(check: Callable[[PreTrainedModel], Finding | None], model: PreTrained
 
 @torch.no_grad()
 def spread(model: PreTrainedModel) -> None:
-    """Fresh weights are so small that attention hardly counts: give each matrix the size at which products keep their scale."""
+    """Gives each matrix a size at which products keep their scale: with fresh, small weights attention hardly counts."""
     for parameter in model.parameters():
         if parameter.ndim > 1:
             scale = parameter.std() * parameter.shape[-1] ** 0.5
@@ -57,7 +56,7 @@ def spread(model: PreTrainedModel) -> None:
 
 
 def packing_leak_finding(model: PreTrainedModel) -> Finding | None:
-    """A finding if logits of a document depend on the document before it. `model`: a small one with random weights."""
+    """Returns a finding if logits of a document depend on the document before it. `model`: a small one with random weights."""
     leak = packing_leak(model)
     if leak <= LEAK_TOLERANCE:
         return None
@@ -73,7 +72,7 @@ def packing_leak_finding(model: PreTrainedModel) -> Finding | None:
 
 
 def packing_leak(model: PreTrainedModel) -> float:
-    """Largest difference between the logits of a document alone and of the same one after another in one sequence."""
+    """Returns the largest difference between the logits of a document alone and after another one in the same sequence."""
     packed_documents.install_document_masks(model)
     model.eval()
     size = int(model.get_input_embeddings().weight.shape[0])
@@ -85,8 +84,8 @@ def packing_leak(model: PreTrainedModel) -> float:
 
 
 def _logits(model: PreTrainedModel, *documents: torch.Tensor) -> torch.Tensor:
-    """(tokens, vocabulary), as the trainer asks for them: no mask, positions that start again."""
-    positions = torch.cat([torch.arange(len(each)) for each in documents])
+    """Returns logits (tokens, vocabulary) as the trainer computes them: without a mask, with positions that start again."""
+    positions = torch.cat([torch.arange(len(document)) for document in documents])
     with packed_documents.documents_apart(positions[None]):
         logits: torch.Tensor = model(input_ids=torch.cat(documents)[None], position_ids=positions[None], use_cache=False).logits[
             0

@@ -1,8 +1,7 @@
-"""Settings that only the stored weights rule out: element types that do not go together, for DoRA rows of zeros, and weights that
+"""Checks settings against the stored weights: element types that do not fit together, rows of zeros for DoRA, and weights that
 take too long to decompose.
 
-Rows of zeros are the one look at weight values that preflight takes: one value of each row, and whole rows only where it is
-zero.
+Only the check of zero rows reads weight values: one value of each row, and whole rows only if it is zero.
 """
 
 from __future__ import annotations
@@ -41,17 +40,21 @@ MAGNITUDES: Mapping[str, tuple[Any, int]] = {
     "F16": (np.dtype("<u2"), 0x7FFF),
     "BF16": (np.dtype("<u2"), 0x7FFF),
 }
-"""By element type: the bits of a value as a whole number, and those of them that are not its sign."""
+"""The bits of a value as a whole number, and those of them that are not its sign, by element type."""
 SECONDS_PER_PRODUCT = 0.4e-9
-"""Of a decomposition on one CPU, over the product of the larger side and the square of the smaller one: 0.2 to 0.32 measured."""
+"""Seconds of a decomposition on one CPU, over the product of the larger side and the square of the smaller one: 0.2 to 0.32
+measured.
+"""
 LONGEST_DECOMPOSITION_SECONDS = 3600.0
 BLOCK_ROWS = 1024
 STARTS_AT_THE_BASE = (LoraInit.ZERO_B, LoraInit.GAUSSIAN)
-"""Inits under which the first norms are those of the base's own rows. Orthogonal factors, too, but for rounding to 16 bits."""
+"""Inits under which the first norms are those of the base's own rows. This includes orthogonal factors, except for rounding
+to 16 bits.
+"""
 
 
 def check_element_types(seen: ModelInspection) -> list[Finding]:
-    """Findings about the adapted model."""
+    """Returns the findings about the adapted model."""
     dtypes = resolve_dtypes(seen.plan, stored_dtype(seen.directory))
     return [
         *_trained_in_float16(seen.trained.model, seen.plan),
@@ -60,7 +63,7 @@ def check_element_types(seen: ModelInspection) -> list[Finding]:
 
 
 def _trained_in_float16(model: nn.Module, plan: RunPlan) -> Iterator[Finding]:
-    wrong = [name for name, each in model.named_parameters() if each.requires_grad and each.dtype is torch.float16]
+    wrong = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.dtype is torch.float16]
     if not wrong or plan.training.optimizer is OptimizerName.SGD:
         return
     first = plan.parallelism.fsdp.version == 1 and plan.parallelism.world_size > 1
@@ -71,7 +74,7 @@ def _trained_in_float16(model: nn.Module, plan: RunPlan) -> Iterator[Finding]:
     fix = "set spec.model.dtype: bfloat16"
     if plan.method.lora is not None:
         fix += ", or hold adapters in float32: autocastAdapterDtype: true" + (" and peftWrapPolicy: true" if first else "")
-        # Float32 adapters may need other units than those that were written for float16 ones.
+        # Float32 adapters may need other units than those that were written for float16 adapters.
         units = (f"{FSDP}.peftWrapPolicy", f"{FSDP}.useOrigParams") if first else ()
         changes = dict.fromkeys((AUTOCAST, *units), None)
         yield make_finding("trained-in-float16", field=AUTOCAST, value="float16", message=reason, fix=fix, changes=changes)
@@ -87,9 +90,9 @@ def _trained_in_float16(model: nn.Module, plan: RunPlan) -> Iterator[Finding]:
 
 
 def _packed_and_cast(plan: RunPlan, dtypes: ModelDtypes, packed: torch.dtype) -> Iterator[Finding]:
-    """`packed`: element type as which 4-bit weights are stored.
+    """Reports a conflict only if the type of the computation, or of the base, follows from the stored weights.
 
-    Only if the type of the computation, or that of the base, follows from the stored weights; of others the rule says it.
+    The rule book reports all others. `packed`: element type as which 4-bit weights are stored.
     """
     quantization, version = plan.method.quantization, plan.parallelism.fsdp.version
     if quantization is None or quantization.bits == 8 or plan.parallelism.world_size == 1 or not packed.is_floating_point:
@@ -122,7 +125,7 @@ def _packed_and_cast(plan: RunPlan, dtypes: ModelDtypes, packed: torch.dtype) ->
 
 
 def check_zero_rows(seen: ModelInspection) -> list[Finding]:
-    """At most one finding: the first weight with such a row."""
+    """Reports the first weight with such a row."""
     model, lora = seen.trained.model, seen.lora
     if not lora.use_dora or lora.init_lora_weights not in (*STARTS_AT_THE_BASE, LoraInit.ORTHOGONAL):
         return []
@@ -136,9 +139,9 @@ def check_zero_rows(seen: ModelInspection) -> list[Finding]:
         weight = layer.get_base_layer().weight
         if lora.init_lora_weights is LoraInit.ORTHOGONAL and weight.dtype is not torch.float32:
             continue
-        # A weight of which rows are trained is made again for each reader, and refused elsewhere (attached.py).
+        # A weight with trained rows is made again for each reader, and refused elsewhere (attached.py).
         header = _stored(names.get(id(weight), []), headers)
-        # A layer whose weight a loader makes out of several stored ones is left to the trainer.
+        # A layer whose weight a loader combines from several stored ones is left to the trainer.
         if header is None or len(header.shape) != 2 or header.dtype not in MAGNITUDES:
             continue
         by_column = bool(layer.lora_magnitude_vector[ADAPTER].fan_in_fan_out)
@@ -149,7 +152,7 @@ def check_zero_rows(seen: ModelInspection) -> list[Finding]:
 
 
 def check_decomposition(seen: ModelInspection) -> list[Finding]:
-    """At most one finding: every singular value of every weight would take longer to compute than a job should wait."""
+    """Reports decompositions, of every singular value of every weight, that would take longer than a job should wait."""
     if seen.lora.init_lora_weights is not LoraInit.PISSA or not isinstance(seen.trained.model, PeftModel):
         return []
     layers = lora_layers(seen.trained.model).values()
@@ -171,12 +174,12 @@ def check_decomposition(seen: ModelInspection) -> list[Finding]:
 
 
 def decomposition_seconds(shapes: Iterable[tuple[int, int]], cpus: int) -> float:
-    """Of LAPACK's decomposition of weights [outputs, inputs], one after the other."""
+    """Estimates the time of LAPACK's decomposition of weights [outputs, inputs], one after the other."""
     return sum(max(shape) * min(shape) ** 2 for shape in shapes) * SECONDS_PER_PRODUCT / cpus
 
 
 def _stored(names: list[str], headers: Mapping[str, TensorHeader]) -> TensorHeader | None:
-    """A tied weight is in the files under one of its names."""
+    """Finds a weight in the files, where a tied one has only one of its names."""
     return next((headers[name] for name in names if name in headers), None)
 
 
@@ -186,14 +189,14 @@ def _bits(header: TensorHeader) -> Any:
 
 
 def _zero_row(header: TensorHeader) -> int | None:
-    """Number of the first row whose values are all zero."""
+    """Returns the number of the first row whose values are all zero."""
     bits, (_, mask) = _bits(header), MAGNITUDES[header.dtype]
     candidates = np.flatnonzero((bits[:, 0] & mask) == 0)
     return next((int(row) for row in candidates if not (bits[row] & mask).any()), None)
 
 
 def _zero_column(header: TensorHeader) -> int | None:
-    """The same of columns, which most often the first rows decide."""
+    """Returns the number of the first column whose values are all zero; the first rows usually decide."""
     bits, (_, mask) = _bits(header), MAGNITUDES[header.dtype]
     is_zero = np.ones(header.shape[1], dtype=bool)
     for first in range(0, header.shape[0], BLOCK_ROWS):

@@ -1,9 +1,8 @@
-"""Is this a model that predicts the next token? What is supported: decoders that transformers builds as causal language models.
+"""Checks that this is a model that predicts the next token: a decoder that transformers builds as a causal language model.
 
-Everything else that looks alike (classifiers, encoders, encoder-decoders, models of images alone) is refused by name.
-
-The libraries do not ask: a classifier with tied embeddings, or an encoder, is loaded as a language model without a word.
-Asked before the model is built.
+Everything similar (classifiers, encoders, encoder-decoders, models of images alone) is refused by name. The libraries do not
+check this: they silently load a classifier with tied embeddings, or an encoder, as a language model. This check runs before
+the model is built.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, CONFIG_FILE, r
 FIELD = "spec.model.source"
 SUPPORTED = "give a causal language model: a decoder whose class in config.json ends with ForCausalLM or LMHeadModel"
 WITHOUT_HEAD = ("Model", "PreTrainedModel")
-"""Ends of names of classes that have no head of another task."""
+"""Ends of names of classes without a head for another task."""
 TOKENS = 12
-"""Of the text in which causality is measured."""
+"""Length of the text on which causality is measured."""
 TOLERANCE = 1e-4
-"""As LEAK_TOLERANCE of small_model.py."""
+"""Largest change of a causal model's logits; the same as LEAK_TOLERANCE of small_model.py."""
 
 
 def check_task(seen: ModelInspection) -> list[Finding]:
-    """What config.json alone says; nothing where that cannot be read, which others say."""
+    """Returns what config.json alone shows; nothing if it cannot be read, which other checks report."""
     plan, directory = seen.plan, seen.directory
     if (directory / ADAPTER_CONFIG_FILE).exists():
         reason = (
@@ -57,8 +56,8 @@ def _wrong_task(config: PreTrainedConfig, written: Mapping[str, Any]) -> list[Fi
     if type(config) not in mapped:
         reason = f"is of a kind ({config.model_type}) of which transformers builds no causal language model"
         return [_about(named or config.model_type, "model-of-another-task", reason, SUPPORTED)]
-    found = mapped[type(config)]
-    built = [each.__name__ for each in (found if isinstance(found, list | tuple) else (found,))]
+    mapping = mapped[type(config)]
+    built = [each.__name__ for each in (mapping if isinstance(mapping, list | tuple) else (mapping,))]
     if not named or named in built or named.endswith(("ForCausalLM", "LMHeadModel", *WITHOUT_HEAD)):
         return []
     if named.endswith("ForConditionalGeneration") and config.get_text_config() is not config:
@@ -70,14 +69,14 @@ def _wrong_task(config: PreTrainedConfig, written: Mapping[str, Any]) -> list[Fi
 
 
 def _named(written: Mapping[str, Any]) -> str:
-    """The class that config.json names first."""
+    """Returns the class that config.json names first."""
     architectures = written.get("architectures")
     first = architectures[0] if isinstance(architectures, list) and architectures else ""
     return first if isinstance(first, str) else ""
 
 
 def _wrong_ids(config: PreTrainedConfig, written: Mapping[str, Any]) -> list[Finding]:
-    """Special tokens that the embedding has no row for."""
+    """Reports special tokens that the embedding has no row for."""
     rows = getattr(config.get_text_config(), "vocab_size", None)
     if not isinstance(rows, int):
         return []
@@ -90,7 +89,7 @@ def _wrong_ids(config: PreTrainedConfig, written: Mapping[str, Any]) -> list[Fin
                 continue
             reason = f"{CONFIG_FILE} {does} texts with token {beyond[0]} ({name}), and the embedding has {rows} rows (vocab_size)"
             fix = f"write the tokenizer's own {name} in {CONFIG_FILE}, or null where it has none"
-            # Training asks for none of them; an embedding that cannot be built with its padding row is refused as it is built.
+            # Training needs none of them; an embedding that cannot be built with its padding row is refused when it is built.
             findings.append(
                 make_finding("special-token-beyond-vocabulary", field=FIELD, value=str(beyond[0]), message=reason, fix=fix)
             )
@@ -98,7 +97,7 @@ def _wrong_ids(config: PreTrainedConfig, written: Mapping[str, Any]) -> list[Fin
 
 
 def causality_finding(model: PreTrainedModel) -> Finding | None:
-    """A finding if what a model says of a token depends on a later one. `model`: a small one with random weights."""
+    """Returns a finding if the logits of a token depend on a later one. `model`: a small one with random weights."""
     looked_ahead = looks_ahead(model)
     if looked_ahead <= TOLERANCE:
         return None
@@ -110,24 +109,24 @@ def causality_finding(model: PreTrainedModel) -> Finding | None:
 
 
 def looks_ahead(model: PreTrainedModel) -> float:
-    """Largest change of the logits before the last token when that is another one, relative to the largest logit."""
+    """Returns the largest change of the logits before the last token when that is replaced, relative to the largest logit."""
     model.eval()
     size = int(model.get_input_embeddings().weight.shape[0])
     tokens = torch.arange(TOKENS) * 3 % size
     other = tokens.clone()
     other[-1] = (tokens[-1] + 1) % size
     with torch.no_grad():
-        said = [_logits(model, each)[:-1] for each in (tokens, other)]
-    return float((said[0] - said[1]).abs().max() / said[0].abs().max().clamp(min=1))
+        logits = [_logits(model, each)[:-1] for each in (tokens, other)]
+    return float((logits[0] - logits[1]).abs().max() / logits[0].abs().max().clamp(min=1))
 
 
 def _logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """(tokens, vocabulary)."""
+    """Returns logits (tokens, vocabulary)."""
     torch.manual_seed(0)  # for attention that draws what it looks at
     logits: torch.Tensor = model(input_ids=tokens[None], use_cache=False).logits[0]
     return logits.float()
 
 
 def _about(value: str, rule: str, reason: str, fix: str) -> Finding:
-    """A finding whose message begins with what it is about."""
+    """Makes a finding whose message begins with its subject."""
     return make_finding(rule, field=FIELD, value=value, message=f"{value} {reason}", fix=fix)

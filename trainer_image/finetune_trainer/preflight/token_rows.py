@@ -1,5 +1,5 @@
-"""Rows of the embedding, token by token: those that every chat needs and the base never learnt, and trained ones that no
-record reads.
+"""Checks rows of the embedding by token: rows that every chat needs and the base never learnt, and trained rows that no record
+reads.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from finetune_trainer.weights.headers import DTYPE_BYTES, TensorHeader, read_che
 
 log = logging.getLogger(__name__)
 _BLOCK_TOKENS = 1 << 20
-"""Looked at together while trained rows are sought in the data."""
+"""Tokens read together while trained rows are looked up in the data."""
 
 
 def check_token_rows(seen: JobInspection) -> list[Finding]:
-    """At most one finding; none where the template does not end, which is said of the records."""
+    """Returns at most one finding; none if the template does not end, which the check of the records reports."""
     plan, tokenizer, structure = seen.plan, seen.tokenizer, seen.known_structure
     directory = seen.context.base_model
     if plan.data.format is not DataFormat.CHAT:
@@ -78,9 +78,9 @@ def _untrained(plan: RunPlan, tokenizer: Tokenizer, structure: ModelStructure, d
 
 
 def _trained(plan: RunPlan, untrained: Mapping[str, list[int]]) -> dict[str, Any]:
-    """What has them trained: of an embedding alone these rows, of a head all of it, because PEFT trains rows of no head.
+    """Returns the changes that train these rows: only the rows of an embedding, but all of a head, of which PEFT trains no rows.
 
-    FSDP 1 may not take rows next to their embedding (the rule fsdp1-trainable-tokens), and takes all of it.
+    FSDP 1 does not take rows next to their embedding (the rule fsdp1-trainable-tokens), so there all of it is trained.
     untrained: numbers of rows by the tensor's name.
     """
     lora = plan.method.lora
@@ -94,14 +94,14 @@ def _trained(plan: RunPlan, untrained: Mapping[str, list[int]]) -> dict[str, Any
 
 
 def special_tokens(tokenizer: Tokenizer, text: str) -> dict[int, str]:
-    """The added tokens of the tokenizer that a text holds, by their ids."""
+    """Returns the tokenizer's added tokens that a text holds, by their ids."""
     added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
     ids = set(tokenizer(text, add_special_tokens=False)["input_ids"])
     return {number: content for number, content in sorted(added.items()) if number in ids}
 
 
 def _vocabularies(structure: ModelStructure, directory: Path) -> list[TensorHeader]:
-    """Tensors with a row per token of which the job trains nothing."""
+    """Returns the tensors with a row per token of which the job trains nothing."""
     return [
         header
         for header in read_checkpoint(directory).tensors.values()
@@ -112,18 +112,18 @@ def _vocabularies(structure: ModelStructure, directory: Path) -> list[TensorHead
 
 
 def _rows(header: TensorHeader, numbers: Sequence[int]) -> dict[int, bytes]:
-    """Their bytes, by number."""
+    """Returns the bytes of these rows by number."""
     length = header.shape[1] * DTYPE_BYTES[header.dtype]
     with open_regular(header.file) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as held:
         return {number: held[header.offset + number * length : header.offset + (number + 1) * length] for number in numbers}
 
 
 def check_trained_rows(seen: JobInspection) -> list[Finding]:
-    """At most one finding."""
+    """Returns at most one finding, about trained rows that no record reads."""
     plan, padding_row = seen.plan, seen.known_structure.padding_row
     prepared = seen.known_data.readable_at(seen.context.workspace.prepared)
     field, written = _trained_rows(plan.method)
-    # Of added tokens their own check says it.
+    # The check of added tokens reports those.
     written = [token for token in written if seen.added is None or token not in seen.added.ids]
     unread = sorted(set(written) - (found_tokens(prepared, written, before_others=True) - {padding_row}))
     if not unread:
@@ -152,16 +152,16 @@ def check_trained_rows(seen: JobInspection) -> list[Finding]:
 
 
 def _trained_rows(method: MethodPlan) -> tuple[str, list[int]]:
-    """The setting and its ids."""
+    """Returns the setting and its ids."""
     if method.adapter is not None:
         return "spec.method.settings.tokenIndices", list(method.adapter.settings.get("tokenIndices") or ())
     return "spec.method.lora.trainableTokenIndices", list(method.lora.trainable_token_indices) if method.lora is not None else []
 
 
 def found_tokens(prepared: Path, wanted: Collection[int], *, before_others: bool = False) -> set[int]:
-    """Those of the wanted tokens that a training record holds.
+    """Returns those of the wanted tokens that a training record holds.
 
-    before_others: that some other token of the same record follows; the last one of a record predicts nothing.
+    before_others: counts a token only if another one of the same record follows; the last token of a record predicts nothing.
     """
     ends = map_tables(prepared, TRAIN).document_ends
     shards = TokenShards(prepared, TRAIN)

@@ -1,6 +1,6 @@
-"""A base whose config.json ties the output head to the embeddings, and whose files hold other values of the head.
+"""Handles a base whose config.json ties the output head to the embeddings, while its files hold other values of the head.
 
-transformers loads these, and so does the trainer (model/load.py). Those who load an adapter have config.json alone.
+transformers loads these values, and so does the trainer (model/load.py). A program that loads an adapter has config.json alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from finetune_trainer.preflight.model_inspection import ModelInspection
 
 
 def check_rows_of_two_heads(seen: ModelInspection) -> Iterable[Finding]:
-    """Trained rows of the embeddings: PEFT would compute with them in the head, too, once it loads the adapter."""
+    """Refuses trained rows of the embeddings: PEFT would use them in the head as well once it loads the adapter."""
     if not any(isinstance(module, TrainableTokensLayer) for module in seen.trained.model.modules()):
         return ()
     if ties_head(seen.base.config) or not ties_head(stated_config(seen.plan, seen.directory)):

@@ -1,10 +1,11 @@
-"""A child process that is read without trust: it has a deadline, may write so much and no more, and is never unpickled.
+"""A child process that is not trusted: it has a deadline, its output is bounded, and nothing of it is unpickled.
 
-A child that works on a user's file may have been taken over by it. So its parent keeps no more of what it writes than a bound,
-takes it for text that has to be validated, and waits for nothing without a deadline, whatever the child closes or leaves open.
-There are two ways to start one. `start` runs a program, from any process. `fork` takes a hundredth of a second and has all
-imported that its parent has, and is only for a process with a single thread: a lock that another thread holds at that moment, of
-the C library or of anything else, stays locked in the child forever. If a child has several messages (data/workers.py),
+A user's file may have taken over the child that works on it. So the parent keeps a bounded part of the output, treats it as text
+to be validated, and waits for nothing without a deadline, whatever the child closes or leaves open.
+
+There are two ways to start a child. `start` runs a program, from any process. `fork` takes a hundredth of a second and the child
+has all imports of its parent. It is only for a process with a single thread, since a lock that another thread holds at that
+moment, of the C library or anything else, stays locked in the child forever. If a child sends several messages (data/workers.py),
 `ChildOutput` and `Child.wait` are used alone.
 """
 
@@ -31,8 +32,7 @@ from pydantic import TypeAdapter
 from finetune_trainer.processes.start import NO_THREADS, die_with
 
 ENDING_SECONDS = 60.0
-"""What a child may take to end after it has closed its output. It ends at once, but the memory of many of them has to be
-freed."""
+"""Time that a child may take to end after it has closed its output. Freeing much memory takes a moment."""
 _READ_BYTES = 1 << 16
 _NO_END = float("inf")
 
@@ -40,15 +40,15 @@ Form = TypeVar("Form")
 
 
 class TooMuchOutputError(Exception):
-    """More was written than is allowed."""
+    """More output was written than is allowed."""
 
 
 class ThreadsAtForkError(RuntimeError):
-    """A process with several threads was to be forked."""
+    """A process with several threads was about to be forked."""
 
 
 class Exceeded(StrEnum):
-    """A bound for which the parent killed a child."""
+    """A bound because of which the parent killed a child."""
 
     TIME = "did not end in time"
     OUTPUT = "wrote more than it may"
@@ -62,29 +62,29 @@ class ChildEnd:
     code: int
     """Its exit status; negative: the signal."""
     answer: bytes = b""
-    """What it wrote; incomplete unless `has_answered`."""
+    """Its output; incomplete unless `has_answered`."""
     exceeded: Exceeded | None = None
-    """Why the parent killed it, if it did."""
+    """The exceeded bound, if the parent killed it."""
     seconds: float = 0.0
-    """From its start to its end."""
+    """Time from its start to its end."""
 
     @property
     def has_answered(self) -> bool:
-        """Whether it has ended by itself and without an error, so that `answer` is all that it had to say."""
+        """Whether it has ended by itself and without an error, so that `answer` is complete."""
         return self.exceeded is None and self.code == 0
 
 
 class ChildOutput:
-    """What another process writes to a descriptor, taken as it comes. The one who opened the descriptor closes it."""
+    """Output of another process on a descriptor, which whoever opened it must close."""
 
     def __init__(self, descriptor: int, max_bytes: int) -> None:
-        """max_bytes: that may wait here before somebody takes them."""
+        """max_bytes: largest number of bytes that may wait to be taken."""
         os.set_blocking(descriptor, False)
         self.descriptor, self.has_ended = descriptor, False
         self._max_bytes, self._held = max_bytes, bytearray()
 
     def read(self) -> None:
-        """Take what has been written, without waiting. Raises TooMuchOutputError."""
+        """Read what has been written, without waiting. Raises TooMuchOutputError."""
         while not self.has_ended:
             try:
                 block = os.read(self.descriptor, _READ_BYTES)
@@ -98,13 +98,13 @@ class ChildOutput:
                 raise TooMuchOutputError(f"more than {self._max_bytes} bytes")
 
     def take(self) -> bytes:
-        """Everything that was read and not taken yet."""
+        """Return everything that was read and not taken yet."""
         taken = bytes(self._held)
         self._held.clear()
         return taken
 
     def take_line(self) -> bytes | None:
-        """The next line, without its end; None: no whole line has been read."""
+        """Return the next line without its end, or None if no whole line has been read."""
         end = self._held.find(b"\n")
         if end < 0:
             return None
@@ -114,49 +114,51 @@ class ChildOutput:
 
 
 class Child:
-    """A process that this one has started. As a context it is killed at the end, should it still be there."""
+    """A process that this one has started. As a context manager it is killed at the end if it still runs."""
 
     def __init__(self, pid: int, reap: Callable[[], int], output: ChildOutput | None = None) -> None:
-        """reap: waits for its end and returns its exit status. output: what it writes, closed with this; None: not read here."""
+        """reap: waits for its end and returns its exit status. output: its output, which is closed with it; None: not read
+        here.
+        """
         self.pid, self.output = pid, output
         self.code: int | None = None
-        """Its exit status; None: it has not been seen to end."""
+        """Its exit status; None if it was not seen to end."""
         self._reap, self._descriptor = reap, os.pidfd_open(pid)
         self._started, self._closed = time.monotonic(), _NO_END
 
     def descriptors(self) -> list[int]:
-        """Of which one is ready when there is something to see."""
+        """Descriptors of which one becomes ready when `look` has something to see."""
         writes = self.output is not None and not self.output.has_ended
         return [self._descriptor, *([self.output.descriptor] if self.output is not None and writes else [])]
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit status as soon as it has ended; None: it has not within this time."""
+        """Wait for its end; returns its exit status, or None if it has not ended within this time."""
         if self.code is None and wait([self._descriptor], max(seconds, 0.0)):
             self.code = self._reap()
         return self.code
 
     def join(self) -> int:
-        """Its exit status, when it has ended."""
+        """Wait for its end; returns its exit status."""
         if self.code is None:
             self.code = self._reap()
         return self.code
 
     def send_signal(self, number: int) -> None:
-        """To the process, unless it has ended."""
+        """Send a signal to the process, unless it has ended."""
         if self.code is None:
-            with suppress(ProcessLookupError):  # between its end and the moment in which it is seen here
+            with suppress(ProcessLookupError):  # it has ended, which was not yet noticed here
                 signal.pidfd_send_signal(self._descriptor, number)
 
     def kill(self) -> int:
-        """End it, unless it has ended; the exit status."""
+        """Kill the process, unless it has ended; returns the exit status."""
         if self.code is None:
             os.kill(self.pid, signal.SIGKILL)
             self.code = self._reap()
         return self.code
 
     def look(self, deadline: float) -> ChildEnd | None:
-        """How it has ended, or is ended here because of a bound; None: it may continue. deadline: on the monotonic clock."""
-        has_ended = self.wait(0) is not None  # before its output is read: then all of it is there
+        """How it has ended, or was ended here because of a bound; None if it may continue. deadline: on the monotonic clock."""
+        has_ended = self.wait(0) is not None  # checked before its output is read, so that all output is there
         try:
             if self.output is not None:
                 self.output.read()
@@ -172,7 +174,7 @@ class Child:
         return self._end(Exceeded.ENDING) if now > self._closed + ENDING_SECONDS else None
 
     def seconds_left(self, deadline: float) -> float:
-        """Until `look` has something to decide, even if the child does nothing."""
+        """Time until `look` has something to decide, even if the child does nothing."""
         return max(0.0, min(deadline, self._closed + ENDING_SECONDS) - time.monotonic())
 
     def _end(self, exceeded: Exceeded | None) -> ChildEnd:
@@ -191,29 +193,29 @@ class Child:
 
 
 def require_single_thread(pid: int) -> None:
-    """Raises ThreadsAtForkError if a process that is forked has more threads than its main one, native libraries' included."""
+    """Raise ThreadsAtForkError if the process has more than its main thread, native libraries' threads included."""
     others = [name for thread, name in sorted(threads(pid).items()) if thread != pid]
     if others:
         raise ThreadsAtForkError(f"process {pid} cannot be forked, because it has more threads than one: {', '.join(others)}")
 
 
 def threads(pid: int) -> dict[int, str]:
-    """The kernel's ids and names of the threads of a process."""
-    found = {}
+    """Ids and names of the threads of a process, from the kernel."""
+    names = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # the thread ended meanwhile
-            found[int(task.name)] = (task / "comm").read_text().strip() or "(no name)"
-    return found
+            names[int(task.name)] = (task / "comm").read_text().strip() or "(no name)"
+    return names
 
 
 def fork(work: Callable[[], object], output: ChildOutput | None = None) -> Child:
-    """A copy of this process that does `work`, dies with this one and runs nothing else of it. output: to which `work` writes.
+    """Fork a child that does `work`, dies with this process and runs nothing else of it. output: to which `work` writes.
 
     Exit status 0: the work is done; 1: it raised, and the traceback is on standard error. Raises ThreadsAtForkError if this
-    process has more threads than the one that calls.
+    process has more than one thread.
     """
     require_single_thread(os.getpid())
-    # What is held back would be written twice.
+    # Buffered output would be written twice.
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -228,7 +230,7 @@ def fork(work: Callable[[], object], output: ChildOutput | None = None) -> Child
     except BaseException:  # noqa: BLE001 - nothing of the parent's may continue in the child
         traceback.print_exc()
     finally:
-        # Nothing of the parent's may run a second time, and threads of libraries must not hold up the end.
+        # Nothing of the parent's may run a second time, and threads of libraries must not delay the end.
         try:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -237,7 +239,7 @@ def fork(work: Callable[[], object], output: ChildOutput | None = None) -> Child
 
 
 def fork_answering(work: Callable[[], bytes], max_answer_bytes: int) -> Child:
-    """As `fork`, for a child whose answer is what `work` returns."""
+    """Fork a child as `fork` does; its answer is what `work` returns."""
     reading, writing = os.pipe()
     child = fork(lambda: _write(writing, work()), ChildOutput(reading, max_answer_bytes))
     os.close(writing)
@@ -254,12 +256,12 @@ def start(
     pass_fds: Sequence[int] = (),
     output: ChildOutput | None = None,
 ) -> Child:
-    """A program that reads `given` from its standard input. It has to call `die_with` itself. output: of what it writes.
+    """Start a program that reads `given` from its standard input and must call `die_with` itself. output: what it writes.
 
-    It may fork: libraries start no threads in it.
+    The program may fork, since libraries start no threads in it.
     """
     environment = {**NO_THREADS, **environment}
-    # A file and not a pipe: a child that does not read must not hold up its parent.
+    # A file and not a pipe, so that a child that does not read cannot block its parent.
     with os.fdopen(os.memfd_create("given"), "w+b") as file:
         file.write(given)
         file.seek(0)
@@ -274,7 +276,7 @@ def start_answering(
     max_answer_bytes: int,
     pass_fds: Sequence[int] = (),
 ) -> Child:
-    """As `start`, for a program that answers on its standard output."""
+    """Start a program as `start` does; its answer is its standard output."""
     reading, writing = os.pipe()
     output = ChildOutput(reading, max_answer_bytes)
     child = start(command, environment, given=given, stdout=writing, pass_fds=pass_fds, output=output)
@@ -285,7 +287,9 @@ def start_answering(
 def wait_for_ends(
     children: Sequence[Child], deadline: float, look_seconds: float = _NO_END
 ) -> Iterator[tuple[Child, ChildEnd] | None]:
-    """Each child as it ends or is ended for a bound, and None at least every `look_seconds`: time to look at other bounds."""
+    """Yield each child when it ends or is ended because of a bound, and None at least every `look_seconds`, to check other
+    bounds.
+    """
     running = list(children)
     while running:
         left = min(look_seconds, *(child.seconds_left(deadline) for child in running))
@@ -299,13 +303,13 @@ def wait_for_ends(
 
 
 def wait_for_answer(child: Child, seconds: float) -> ChildEnd:
-    """How a child ends that has this much time from now on. It is gone afterwards, whatever happens."""
+    """Wait for the end of a child within `seconds`. The child is gone afterwards, whatever happens."""
     with child:
-        return next(found[1] for found in wait_for_ends([child], time.monotonic() + seconds) if found is not None)
+        return next(end[1] for end in wait_for_ends([child], time.monotonic() + seconds) if end is not None)
 
 
 def wait_for_line(child: Child, deadline: float) -> bytes | ChildEnd:
-    """The next line that a child writes, without its end; or how it has ended, with all that it wrote since the last one."""
+    """The next line that a child writes, without its end; or how it has ended, with its output since the last line."""
     while (end := child.look(deadline)) is None:
         line = None if child.output is None else child.output.take_line()
         if line is not None:
@@ -315,12 +319,12 @@ def wait_for_line(child: Child, deadline: float) -> bytes | ChildEnd:
 
 
 def encode_answer(value: Any) -> bytes:
-    """A value that JSON knows, as a line without its end. Texts that are not valid Unicode, such as names of files, are kept."""
+    """Encode a value as a line of JSON without its end. Texts that are not valid Unicode, such as file names, are kept."""
     return json.dumps(value).encode()
 
 
 def parse_answer(content: bytes, form: TypeAdapter[Form]) -> Form:
-    """The value of this form that JSON holds. Raises ValueError for anything else."""
+    """Decode JSON into a value of the type `form`. Raises ValueError for anything else."""
     try:
         return form.validate_python(json.loads(content))
     except RecursionError as error:

@@ -1,4 +1,4 @@
-"""Children of a process that has imported torch once, forked within bounds of time and memory.
+"""Children of a process that has imported torch once, forked with bounds of time and memory.
 
 The parent never computes with torch, so it has no threads whose locks a fork could copy. Children die with it.
 """
@@ -27,11 +27,11 @@ from finetune_trainer.files import open_regular
 from finetune_trainer.processes.child import Child, ChildEnd, encode_answer, fork_answering, parse_answer, wait_for_ends
 
 ANSWER_BYTES = 4 << 20
-"""Of a child. A plan and the list of what is different in it take some tens of KB."""
+"""Bound of a child's answer. A plan and the list of its changes take some tens of KB."""
 LOOK_SECONDS = 0.25
-"""Between two looks at the bounds of the children."""
+"""Time between two checks of the children's bounds."""
 MEASURE_SECONDS = 1.0
-"""Between two measurements of memory whose pages are shared: the kernel walks through all of them, 15 ms for each process."""
+"""Time between two measurements of shared memory: the kernel walks all pages, which takes 15 ms for each process."""
 _TAIL_BYTES = 2000
 
 
@@ -41,20 +41,20 @@ class BoundsExceededError(Exception):
 
 @dataclass
 class ResourceBounds:
-    """What a process and its children may take together. `deadline` and `began`: on the monotonic clock."""
+    """Bounds of a process and its children together. deadline, began: on the monotonic clock."""
 
     deadline: float
     memory_bytes: int
     processor_seconds: float = math.inf
-    """Since this process began. On a busy machine the clock runs on while others compute."""
+    """Processor time since this process began. Unlike the clock, it does not advance while others compute."""
     began: float = field(default_factory=time.monotonic)
     peak_memory_bytes: int = field(default=0, init=False)
     _measured: float = field(default=-math.inf, init=False)
 
     def look(self, processes: list[int]) -> None:
-        """Raises BoundsExceededError."""
+        """Check the bounds. Raises BoundsExceededError."""
         now = time.monotonic()
-        # What is resident in each of them is an upper bound, and costs nothing to ask for.
+        # The sum of resident sizes is an upper bound, and is cheap to read.
         may_exceed = sum(resident_bytes(process) for process in processes) > self.memory_bytes
         if may_exceed or now >= self._measured + MEASURE_SECONDS:
             self._measured = now
@@ -74,23 +74,23 @@ class ChildResult:
     """How a child ended."""
 
     code: int
-    """Negative: the signal."""
+    """Exit status; negative: the signal."""
     value: Any = None
-    """What its task returned."""
+    """Return value of its task."""
     error: str = ""
-    """What it raised: type and message."""
+    """Type and message of the error that its task raised."""
     message: str = ""
-    """What it raised: message alone."""
+    """Message of the error that its task raised."""
     hint: str = ""
     failure: FailureClass | None = None
-    """Class of what it raised."""
+    """Class of the error that its task raised."""
     log_tail: str = ""
     seconds: float = 0.0
-    """From its fork to its end."""
+    """Time from its fork to its end."""
 
     @property
     def problem(self) -> str:
-        """Empty if the task returned."""
+        """Description of the failure; empty if the task returned."""
         if self.code == 0:
             return ""
         if self.error:
@@ -100,7 +100,7 @@ class ChildResult:
 
 
 class _Answer(BaseModel):
-    """What a child says: the value of its task, or what the task raised."""
+    """A child's answer: the value of its task, or the error that the task raised."""
 
     model_config = ConfigDict(extra="forbid")
     value: Any = None
@@ -116,22 +116,22 @@ _ANSWER = TypeAdapter(_Answer)
 def run_children(
     tasks: Mapping[str, Callable[[], Any]], scratch: Path, bounds: ResourceBounds, *, together: bool
 ) -> dict[str, ChildResult]:
-    """Run each task in a child; what they return must be JSON. `together`: when one fails the others are killed.
+    """Run each task in a child. Its return value must be JSON. together: when one fails, the others are killed.
 
-    Raises BoundsExceededError; no child is left on any path.
+    Raises BoundsExceededError. No child is left on any path.
     """
     ended: dict[str, ChildResult] = {}
     with ExitStack() as stack:
         children: dict[Child, str] = {}
         for name, task in tasks.items():
             children[stack.enter_context(fork_answering(partial(_work, task, _log(scratch, name)), ANSWER_BYTES))] = name
-        # Time is one of the bounds that are looked at.
-        for found in wait_for_ends(list(children), float("inf"), LOOK_SECONDS):
-            if found is None:
+        # bounds.look checks the time, too.
+        for ended_child in wait_for_ends(list(children), float("inf"), LOOK_SECONDS):
+            if ended_child is None:
                 bounds.look([os.getpid(), *(child.pid for child in children)])
                 continue
-            name = children.pop(found[0])
-            ended[name] = _ended(found[1], _log(scratch, name))
+            name = children.pop(ended_child[0])
+            ended[name] = _ended(ended_child[1], _log(scratch, name))
             if together and ended[name].code != 0:
                 return ended | {other: ChildResult(-signal.SIGKILL) for other in children.values()}
     return ended
@@ -142,7 +142,7 @@ def _log(scratch: Path, name: str) -> Path:
 
 
 def _work(task: Callable[[], Any], log: Path) -> bytes:
-    """In the child: its answer."""
+    """Run the task in the child; returns the encoded answer."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
@@ -183,29 +183,31 @@ def _tail(log: Path) -> str:
 
 
 def used_processor_seconds() -> float:
-    """By this process since it began, and by its children that have ended."""
+    """Processor time of this process since it began, and of its children that have ended."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def processor_seconds(process: int) -> float:
-    """That a process has used so far, in user and system mode; 0 where the kernel does not say."""
+    """Processor time that a process has used, in user and system mode; 0 if the kernel does not report it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        # Fields 14 and 15 of proc(5)'s stat, counted behind the name, which may hold spaces.
+        # Fields 14 and 15 of proc(5)'s stat, counted from behind the name, which may contain spaces.
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return 0.0
 
 
 def resident_bytes(process: int) -> int:
-    """Memory of a process with all pages that it shares, the bound of `proportional_bytes`; 0 where the kernel does not say."""
+    """Memory of a process including all shared pages, an upper bound of `proportional_bytes`; 0 if the kernel does not
+    report it.
+    """
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def proportional_bytes(process: int) -> int:
-    """Memory of a process, each page divided by how many processes share it; 0 where the kernel does not say."""
+    """Memory of a process, each page divided by the number of its sharers; 0 if the kernel does not report it."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

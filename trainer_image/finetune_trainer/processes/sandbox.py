@@ -1,7 +1,7 @@
-"""A library at work on a user's file, in a forked process with bounds: one that never ends or takes all memory is a finding.
+"""A library at work on a user's file, in a forked process with bounds: exceeding them is a finding.
 
-Forked, because it has to import nothing then: a hundredth of a second instead of two. What the process answers is bounded and
-validated: the file may have taken it over.
+A fork needs no imports and takes a hundredth of a second instead of two. The process's answer is bounded and validated, since the
+file may have taken the process over.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from finetune_job.finding import Finding
 from finetune_trainer.processes.child import ChildEnd, Exceeded, encode_answer, fork_answering, parse_answer, wait_for_answer
 
 CPU_SECONDS = 300
-"""Of a call. The slowest honest one, converting an old sentencepiece vocabulary of 256,000 pieces, takes about a minute."""
+"""CPU time of a call. The slowest legitimate one, converting an old sentencepiece vocabulary of 256,000 pieces, takes about a
+minute.
+"""
 WALL_SECONDS = 1800.0
-"""On a machine that gives a process a sixth of a CPU."""
+"""Wall-clock time of a call, on a machine that gives the process a sixth of a CPU."""
 DATA_BYTES = 4 << 30
-"""Memory that a call may take besides what is held already. The largest honest tokenizers take less than 1 GiB."""
+"""Additional memory that a call may take. The largest legitimate tokenizers take less than 1 GiB."""
 ANSWER_BYTES = 4 << 20
-"""Of all findings together. The longest honest ones show a setting that a manifest holds, some tens of KB."""
+"""Bound of all findings together. The longest legitimate ones show a setting of a manifest, some tens of KB."""
 _SECONDS_TO_DIE = 5
-"""Of CPU time, for a process that handles SIGXCPU."""
+"""CPU time of a process that handles SIGXCPU before it is killed."""
 _FINDINGS = TypeAdapter(list[Finding])
 
 
@@ -35,7 +37,7 @@ class SandboxEndedError(Exception):
 
 
 def run_sandboxed(work: Callable[[], list[Finding]]) -> list[Finding]:
-    """What `work` finds; it changes nothing in this process. Raises SandboxEndedError."""
+    """Return the findings of `work`, which changes nothing in this process. Raises SandboxEndedError."""
     end = wait_for_answer(fork_answering(lambda: _work(work), ANSWER_BYTES), WALL_SECONDS)
     if not end.has_answered:
         raise SandboxEndedError(how_it_ended(end))
@@ -46,24 +48,24 @@ def run_sandboxed(work: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def limit_this_process(cpu_seconds: int | None = None) -> None:
-    """Bound CPU time (to CPU_SECONDS unless another bound is given) and memory from here on, for this process alone."""
-    held = resource.getrusage(resource.RUSAGE_SELF)
-    spent = int(held.ru_utime + held.ru_stime)
+    """Bound CPU time (to CPU_SECONDS unless another bound is given) and memory from now on, for this process alone."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    spent = int(usage.ru_utime + usage.ru_stime)
     soft, hard = _lowered(resource.RLIMIT_CPU, spent + (cpu_seconds or CPU_SECONDS))
-    # SIGXCPU comes first, and says why; SIGKILL follows for code that ignores it.
+    # SIGXCPU comes first and tells the cause; SIGKILL follows for code that ignores it.
     resource.setrlimit(resource.RLIMIT_CPU, (soft, min(hard, soft + _SECONDS_TO_DIE)))
     limit_memory()
 
 
 def limit_memory() -> None:
-    """Bound memory alone: what asks for more gets a MemoryError, or ends the process. Nothing in it can raise the bound again."""
+    """Bound memory alone. Exceeding it raises MemoryError or ends the process, which cannot raise the bound again."""
     soft, _ = _lowered(resource.RLIMIT_DATA, _data_bytes() + DATA_BYTES)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, soft))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def how_it_ended(end: ChildEnd) -> str:
-    """In words, as what the work in the process does."""
+    """Describe the end as a clause whose subject is the work of the process."""
     if end.exceeded is Exceeded.TIME:
         return f"does not end within {WALL_SECONDS:.0f} s"
     if end.exceeded is not None:
@@ -81,7 +83,7 @@ def _work(work: Callable[[], list[Finding]]) -> bytes:
 
 
 def _data_bytes() -> int:
-    """Private memory of this process that can be written, as RLIMIT_DATA counts it."""
+    """Writable private memory of this process, as RLIMIT_DATA counts it."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
@@ -89,6 +91,6 @@ def _data_bytes() -> int:
 
 
 def _lowered(which: int, wanted: int) -> tuple[int, int]:
-    """Soft limit, never above what is set already, and the hard limit that is set; one that is not set is the largest number."""
+    """Lowered soft limit, and the current hard limit. A limit that is not set is the largest number."""
     soft, hard = (sys.maxsize if bound == resource.RLIM_INFINITY else bound for bound in resource.getrlimit(which))
     return min(wanted, soft, hard), hard

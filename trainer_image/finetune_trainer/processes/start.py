@@ -1,7 +1,7 @@
 """How processes of the trainer begin and end.
 
-They end with their parent, do without torch if they can, and skip the work that Python's garbage collector and the end of its
-interpreter put into a million objects of libraries.
+They end with their parent, do without torch if they can, and skip work of Python's garbage collector and of the interpreter's end
+on a million objects of libraries.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    # Takes a tenth of a second, which processes that have no plan need not spend.
+    # Importing this takes a tenth of a second, which processes without a plan need not spend.
     from finetune_job.plan.run_plan import RunPlan
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-"""prctl(2)."""
+"""Options of prctl(2)."""
 _META_KERNELS = "torch._meta_registrations"
 _TORCH_LIBRARIES = {"libtorch_global_deps.so": os.RTLD_GLOBAL, "libtorch_cpu.so": 0, "libtorch_cuda.so": 0}
-"""In the order and with the flags of torch's own import."""
+"""Libraries in the order and with the flags of torch's own import."""
 _bringing = threading.Lock()
 _mapping: list[threading.Thread] = []
 NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Variables with which numpy's linear algebra and tokenizers start no threads. A process that may be forked sets them before it
-imports either."""
+imports either.
+"""
 NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-"""Keeps transformers from saying that torch is missing."""
+"""Variable that keeps transformers from warning that torch is missing."""
 
 
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before that
+    if os.getppid() != parent:  # it ended before the call
         os._exit(1)
 
 
 def send_output_to(descriptor: int) -> None:
-    """Let this process write its output, native libraries' included, line by line into a descriptor, which is taken over."""
+    """Redirect this process's output, native libraries' included, line by line to a descriptor, which is then closed."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.dup2(descriptor, 1)
@@ -58,12 +59,12 @@ def send_output_to(descriptor: int) -> None:
 
 
 def name_process(name: str) -> None:
-    """Name this process for `ps` and /proc/PID/comm; a fork keeps its parent's command line. Of 15 bytes at most."""
+    """Name this process for `ps` and /proc/PID/comm; a fork keeps its parent's command line. name: at most 15 bytes."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def name_of_process(pid: int) -> str:
-    """What `name_process` said there; empty where no such process runs."""
+    """The name that `name_process` gave a process; empty if no such process runs."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
     except OSError:
@@ -71,13 +72,13 @@ def name_of_process(pid: int) -> str:
 
 
 def start_no_threads() -> None:
-    """Have libraries that this process has not imported yet start no threads, unless its environment says otherwise."""
+    """Keep libraries that this process has not imported yet from starting threads, unless its environment says otherwise."""
     for name, value in NO_THREADS.items():
         os.environ.setdefault(name, value)
 
 
 def keep_torch_out() -> None:
-    """Make every import of torch in this process an ImportError, unless it is there already."""
+    """Make every import of torch in this process an ImportError, unless it is already imported."""
     if "torch" not in sys.modules:
         _keep_out("torch")
         os.environ[NO_ADVICE] = "1"
@@ -89,27 +90,26 @@ def torch_is_here() -> bool:
 
 
 def keep_bitsandbytes_out(plan: RunPlan | None = None) -> None:
-    """Make every import of bitsandbytes in this process an ImportError, unless it is there already or the plan may need it.
+    """Make every import of bitsandbytes in this process an ImportError, unless it is already imported or the plan may need it.
 
-    plan: None where nothing needs it.
-
-    PEFT imports it if it is installed, and with it torch's compiler: a fifth of the processor time that a rank's imports take.
+    plan: None if nothing needs it.
+    PEFT imports it if it is installed, and with it torch's compiler: a fifth of the processor time of a rank's imports.
     """
     if (plan is None or not may_need_bitsandbytes(plan)) and "bitsandbytes" not in sys.modules:
         _keep_out("bitsandbytes")
 
 
 def keep_meta_kernels_out() -> None:
-    """Have torch come without the kernels that it has in Python for tensors without values, unless it is there already.
+    """Let torch be imported without its Python kernels for the meta device, unless it is already imported.
 
-    They are a third of its import. What builds modules without values calls `bring_meta_kernels` first.
+    They are a third of its import. Code that builds modules on the meta device calls `bring_meta_kernels` first.
     """
     if "torch" not in sys.modules:
         sys.modules[_META_KERNELS] = ModuleType(_META_KERNELS)
 
 
 def bring_meta_kernels() -> None:
-    """Undo `keep_meta_kernels_out`. May be called by several threads."""
+    """Undo `keep_meta_kernels_out`. Several threads may call this."""
     with _bringing:
         if _META_KERNELS in sys.modules and sys.modules[_META_KERNELS].__spec__ is None:
             del sys.modules[_META_KERNELS]
@@ -117,34 +117,34 @@ def bring_meta_kernels() -> None:
 
 
 def may_need_bitsandbytes(plan: RunPlan) -> bool:
-    """Whether the plan packs its base, or has code of which nobody knows what it imports."""
+    """Whether the plan quantizes its base, or has remote code, whose imports are unknown."""
     return plan.method.quantization is not None or plan.model.allow_remote_code
 
 
 def compile_conversions() -> None:
-    """Compile the expressions by which transformers renames weights, of all models: 0.4 s in every process that loads one."""
+    """Compile the expressions with which transformers renames weights of all models: 0.4 s in every process that loads one."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("")
 
 
 def map_torch_libraries() -> None:
-    """Begin to bring torch's libraries into this process, in a thread; `preload` waits for it.
+    """Begin to load torch's libraries into this process, in a thread; `preload` waits for it.
 
-    That is a third of torch's import, in which Python's lock is held. Here it is not, so that the process can read its plan and
-    headers meanwhile. It should have its modules by then: an import of one in C waits for the loader of libraries, with Python's
-    lock. What goes wrong is left to the import to say.
+    This is a third of torch's import, which holds Python's lock. The thread does not, so that the process can read its plan and
+    headers meanwhile. The process should have imported its other modules by then: importing a C extension waits for the dynamic
+    loader while it holds Python's lock. Errors are left to the import of torch.
     """
-    found = importlib.util.find_spec("torch") if "torch" not in sys.modules and not _mapping else None
-    if found is None or not found.submodule_search_locations or sys.platform != "linux":
+    spec = importlib.util.find_spec("torch") if "torch" not in sys.modules and not _mapping else None
+    if spec is None or not spec.submodule_search_locations or sys.platform != "linux":
         return
-    folder = Path(found.submodule_search_locations[0], "lib")
+    folder = Path(spec.submodule_search_locations[0], "lib")
     _mapping.append(threading.Thread(target=_map_libraries, args=(folder,), daemon=True))
     _mapping[0].start()
 
 
 def _map_libraries(folder: Path) -> None:
-    # Not ctypes.CDLL, which keeps Python's lock; a foreign function does not.
+    # Not ctypes.CDLL, which keeps Python's lock; calling a foreign function releases it.
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
     for name, flags in _TORCH_LIBRARIES.items():
@@ -152,14 +152,15 @@ def _map_libraries(folder: Path) -> None:
 
 
 def _keep_out(module: str) -> None:
-    # The documented way: https://docs.python.org/3/reference/import.html#the-module-cache. `find_spec` finds nothing then.
+    # The documented way: https://docs.python.org/3/reference/import.html#the-module-cache. `find_spec` then finds nothing.
     sys.modules[module] = None  # type: ignore[assignment]
 
 
 def preload(*modules: str) -> None:
-    """Import what this process will need. The collector does not run meanwhile, and never visits what is there afterwards.
+    """Import the modules that this process will need. The garbage collector is off meanwhile, and never visits their objects
+    later.
 
-    What torch and the libraries around it bring lives as long as the process: collections would go through it in vain.
+    Objects of torch and the libraries around it live as long as the process, so collections would search them in vain.
     """
     start_no_threads()
     for thread in _mapping:
@@ -174,10 +175,10 @@ def preload(*modules: str) -> None:
 
 
 def end(code: int) -> NoReturn:
-    """End this process at once, with its output written.
+    """End this process at once, after writing its output.
 
-    An interpreter that ends takes every module apart, two seconds of CPU after torch; and threads of collective libraries can
-    keep a failed one from ending. What has to happen at the end is in the caller's context managers, not in `atexit`.
+    The normal end of an interpreter takes every module apart, two seconds of CPU after torch; and threads of collective libraries
+    can keep a failed process from ending. What must happen at the end is in the caller's context managers, not in `atexit`.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -1,4 +1,6 @@
-"""How many threads torch gives to one operation. For code that computes in threads of its own, or on a few thousand values."""
+"""The number of threads that torch gives to one operation, for code that computes in threads of its own, or on a few thousand
+values.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ Result = TypeVar("Result")
 
 @contextmanager
 def one_thread_for_each_operation() -> Iterator[int]:
-    """Until the end of the block; gives how many threads an operation had before.
+    """Give torch one thread for each operation until the end of the block; yields the previous number of threads.
 
-    An operation that is shared out waits for its slowest thread. If other work has the processors, small ones take twenty times
-    as long so.
+    An operation that is split over threads waits for the slowest one. If other work occupies the processors, small operations
+    take twenty times as long.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -29,7 +31,9 @@ def one_thread_for_each_operation() -> Iterator[int]:
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """The results in the order of the items, as many at a time as an operation may have threads. Raises what `function` does."""
+    """Results in the order of the items. As many run at a time as an operation may have threads. Raises what `function`
+    raises.
+    """
     with (
         one_thread_for_each_operation() as num_threads,
         ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool,

@@ -1,1 +1,3 @@
-"""Copies the results to where they are used; the only role with credentials to write. The way in is `publish.run.publish`."""
+"""Copies the results to where they are used; the only role with credentials to write. The entry point is
+`publish.run.publish`.
+"""

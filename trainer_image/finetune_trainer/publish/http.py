@@ -1,4 +1,6 @@
-"""Requests to a destination: bodies in small pieces, so that they can be stopped, and failures without what was sent."""
+"""Requests to a destination: bodies are sent in small pieces, so that they can be stopped, and failures do not show what was
+sent.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,21 @@ from finetune_trainer.network.retry import StoppedError, TransientError
 SILENCE_SECONDS = 60.0
 """Longest time without a byte before a request counts as failed."""
 ANSWER_SECONDS = 300.0
-"""Time for an answer: an object store assembles gigabytes, and a registry hashes them, before either gives one."""
+"""Time for an answer: object stores and registries first assemble or hash gigabytes."""
 MOST_ANSWER_BYTES = 64 << 20
-"""Of an answer's body. Listings come in pages and manifests are small, so a longer one is not what was asked for."""
+"""Largest body of an answer. Listings come in pages and manifests are small, so a longer one is unexpected."""
 _PIECE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
 class HttpResponse:
-    """A whole answer."""
+    """A complete answer."""
 
     status: int
     headers: httpx2.Headers
     content: bytes
     url: str
-    """That was asked for."""
+    """The requested address."""
 
     @property
     def succeeded(self) -> bool:
@@ -37,14 +39,14 @@ class HttpResponse:
 
     @property
     def transient_failure(self) -> TransientError | None:
-        """What to wait for; None where the answer is final."""
+        """The failure if the request may succeed later; None if the answer is final."""
         if self.status not in RETRYABLE:
             return None
         return TransientError(f"HTTP status {self.status}", parse_retry_after(self.headers.get("Retry-After")))
 
 
 class HttpClient:
-    """Sends single requests, from several threads. Follows no redirect and sends no header that it was not given."""
+    """Sends single requests, from several threads. Follows no redirect and sends only the given headers."""
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop, self._lock, self.bytes_sent = stop, threading.Lock(), 0
@@ -59,13 +61,15 @@ class HttpClient:
         self._client.close()
 
     def send(self, method: str, url: str, headers: dict[str, str], body: bytes | None = None) -> HttpResponse:
-        """One request and its answer, whatever that says. Raises TransientError if none came, and StoppedError."""
+        """Send a request and return its answer, whatever its status. Raises TransientError without an answer, and
+        StoppedError.
+        """
         if body is None:
             return self.stream(method, url, headers, None, 0)
         return self.stream(method, url, headers, (body,), len(body))
 
     def stream(self, method: str, url: str, headers: dict[str, str], body: Iterable[bytes] | None, length: int) -> HttpResponse:
-        """The same with a body of several parts, together `length` bytes."""
+        """Send a request with a body of several parts, together `length` bytes; see `send`."""
         if self._stop.is_set():
             raise StoppedError
         content = None if body is None else self._pieces(body)
@@ -74,7 +78,7 @@ class HttpClient:
             with self._client.stream(method, url, headers=headers | lengths, content=content) as response:
                 return HttpResponse(response.status_code, response.headers, _bounded(response), url)
         except httpx2.ConnectError as error:
-            # Says which address is wrong, and came before anything was sent.
+            # Names the wrong address, and nothing was sent before.
             raise untrusted_certificate(error) or TransientError(f"no connection ({error})") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
             raise TransientError(f"the connection failed ({type(error).__name__})") from None
@@ -91,7 +95,7 @@ class HttpClient:
 
 
 def _bounded(response: httpx2.Response) -> bytes:
-    """The body. Raises TransientError if it is longer than any answer is."""
+    """The body. Raises TransientError if it is longer than any expected answer."""
     content = bytearray()
     for piece in response.iter_bytes():
         content += piece

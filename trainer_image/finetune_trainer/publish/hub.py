@@ -1,10 +1,10 @@
 """`hf://` destinations: large files first, then one commit that makes all of them visible at once.
 
-What the Hub has already is not sent again, so a publication that was killed continues where it was. Files travel by the large
-file storage protocol, not by Xet: that is a second stack of libraries with own proxies, caches, buffers and log lines, none of
-which this image bounds or tests, and its gain, sending only the changed parts of a file, is nothing to weights that are all new.
+Files that the Hub already has are not sent again, so a killed publication continues where it was. Files travel by the large file
+storage protocol, not by Xet: that is a second stack of libraries with its own proxies, caches, buffers and log lines, none of
+which this image bounds or tests, and its advantage, sending only the changed parts of a file, does not help with new weights.
 
-Importing this module imports huggingface_hub, which reads its settings from the environment then (network/environment.py).
+Importing this module imports huggingface_hub, which then reads its settings from the environment (network/environment.py).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ T = TypeVar("T")
 
 SECRET_HOLDS = "a write token under `token`; on your own machine: HF_TOKEN"  # noqa: S105 - words for people
 UPLOADS = 4
-"""Files sent at a time; each holds a few megabytes in memory."""
+"""Files that are sent at a time; each holds a few megabytes in memory."""
 COMMIT_ATTEMPTS = 4
-"""How often a commit is made again because somebody else's came in between."""
+"""Number of times that a commit is made again because another one came in between."""
 _CONFLICT = frozenset({409, 412})
 _SAMPLE_BYTES = 512
-"""From a file's beginning, by which the Hub decides where it keeps it."""
+"""Bytes from a file's beginning, from which the Hub decides where it keeps it."""
 
 constants.HF_HUB_DISABLE_XET = True
 
@@ -73,19 +73,17 @@ class HubDestination:
         patience: RetryPolicy | None = None,
         stop: threading.Event | None = None,
     ) -> None:
-        """`private`: whether a repository that has to be made is. `endpoint`: None for the library's own. `stop`: gives all
-        up.
-        """
+        """private: whether a new repository is private. endpoint: None for the library's own. stop: ends everything."""
         self._repository, self._token, self._private = place.repository, token, private
         self._patience = patience or RetryPolicy()
-        # False: no token at all, rather than one that a login has left in the home directory.
+        # False: no token at all, rather than one from a login in the home directory.
         self._api = HfApi(endpoint=endpoint, token=token or False)
         self._shown = f"{DESTINATION_FIELD}: model {place.repository} on the Hub"
         self._stop = stop or threading.Event()
         disable_progress_bars()
 
     def publish(self, release: Release) -> Publication:
-        """See Destination. After a commit of somebody else in between, what has to change is found out again.
+        """See Destination. If another commit came in between, the changes are determined again.
 
         Raises StoppedError as well.
         """
@@ -115,7 +113,7 @@ class HubDestination:
         self._api.create_repo(self._repository, private=self._private, exist_ok=True)
 
     def _missing(self, release: Release) -> tuple[str, CommitChanges]:
-        """Newest commit, and what it lacks."""
+        """The newest commit, and the changes that it needs."""
         head = self._api.repo_info(self._repository).sha
         if head is None:
             raise DestinationUnavailableError(
@@ -147,7 +145,7 @@ class HubDestination:
         return response.content.decode(errors="replace")
 
     def _upload(self, files: tuple[ReleaseFile, ...]) -> list[_Sent]:
-        """Bring large files to the storage, several at a time; small ones wait for the commit."""
+        """Send large files to the storage, several at a time; small ones are sent with the commit."""
         with ThreadPoolExecutor(UPLOADS) as pool:
             futures = [pool.submit(self._upload_one, file) for file in files]
             finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -161,7 +159,7 @@ class HubDestination:
     def _upload_one(self, file: ReleaseFile) -> _Sent:
         with ProvenReader(file, self._stop) as reader:
             addition = CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=b"")
-            # Of what was proven; the library would hash the whole file again.
+            # Digest of the proven bytes; the library would hash the whole file again.
             addition.upload_info = UploadInfo(
                 size=file.size, sha256=bytes.fromhex(file.sha256), sample=reader.read(_SAMPLE_BYTES)
             )
@@ -169,21 +167,21 @@ class HubDestination:
             reader.bytes_read = 0
 
             def send() -> None:
-                # The library leaves the file where a failed request has stopped to read.
+                # After a failed request, the library leaves the file at the position where it stopped.
                 reader.seek(0)
                 self._api.preupload_lfs_files(self._repository, [addition], num_threads=1)
 
             self._with_retries(f"sending {file.name}", send)
             bytes_sent = reader.bytes_read
-            if addition.path_or_fileobj != b"":  # of what was sent, the library has let go
-                # Not large enough for the storage, so the commit holds it whole; what is to be ignored is in no commit.
+            if addition.path_or_fileobj != b"":  # the library drops the content that it has sent
+                # The file is too small for the storage, so the commit holds it whole. Ignored files are not in the commit.
                 reader.seek(0)
                 addition.path_or_fileobj = b"" if addition._should_ignore else reader.read()  # noqa: SLF001 - no public name
         log.info("%s: %s is ready, %d bytes were sent", self._shown, file.name, bytes_sent)
         return _Sent(addition, bytes_sent)
 
     def _commit(self, release: Release, head: str, additions: list[CommitOperationAdd], deleted: tuple[str, ...]) -> str | None:
-        """The new commit; None: the repository has another head by now."""
+        """The new commit, or None if the repository has another head by now."""
         facts = release.facts
         try:
             made = self._api.create_commit(
@@ -200,7 +198,7 @@ class HubDestination:
         return str(made.oid)
 
     def _checked(self, release: Release, commit: str) -> dict[str, StoredFile]:
-        """The files of the commit, which shows every file of the release as it is here."""
+        """The files of the commit, after checking that it has every file of the release."""
         stored = {file.path: file for file in self._stored(commit)}
         lacking = [file.name for file in (*release.files, release.manifest) if not is_stored(file, stored.get(file.name))]
         if lacking:
@@ -212,7 +210,7 @@ class HubDestination:
 
     def _with_retries(self, what: str, operation: Callable[[], T]) -> T:
         def once() -> T:
-            # Each time, because the library makes a new session after a failure.
+            # Set each time, because the library makes a new session after a failure.
             get_session().timeout = httpx2.Timeout(SILENCE_SECONDS)
             try:
                 return call_hub(operation)
@@ -232,7 +230,7 @@ class HubDestination:
             return passing
         said = f" (HTTP status {status}){redacted_message(error.server_message)}"
         if status in DENIED | ABSENT:
-            # A private repository is hidden in the same words as one that does not exist.
+            # The Hub hides a private repository behind the same answer as a missing one.
             return access_denied(f"{self._shown}: {what}", said, signed=self._token is not None, secret_holds=SECRET_HOLDS)
         return DestinationRefusedError(
             f"{self._shown}: {what} is refused{said}", f"see what the Hub says, and check {DESTINATION_FIELD}"

@@ -1,7 +1,8 @@
-"""What a commit to a repository on the Hub has to change, and what speaks against it.
+"""Changes that a commit to a repository on the Hub must make, and reasons to refuse it.
 
-The repository may hold an older release of ours, which the new one replaces whole: a shard that stays behind might be loaded with
-shards of another model. Nothing else that loaders would take for a model is ever deleted or left next to ours: it is refused.
+The repository may hold an older release of this product, which the new one replaces completely: a remaining shard might be loaded
+together with shards of another model. Nothing else that loaders would take for a model is ever deleted or left beside the
+release: it is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _LOADABLE_NAMES = frozenset({"config.json", "adapter_config.json", "generation_c
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of the repository as it is."""
+    """A file in the repository."""
 
     path: str
     size: int
@@ -34,10 +35,10 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class CommitChanges:
-    """What one commit does. Nothing: the repository holds the release already."""
+    """Changes of one commit. Empty: the repository already holds the release."""
 
     added: tuple[ReleaseFile, ...]
-    """In the order of the release."""
+    """Files in the order of the release."""
     deleted: tuple[str, ...]
 
 
@@ -46,14 +47,14 @@ class ForeignModelError(Exception):
 
 
 def changes_for(release: Release, stored: Iterable[StoredFile], older_checksums: str | None) -> CommitChanges:
-    """What is missing and what has to go. `older_checksums`: content of the repository's SHA256SUMS. Raises ForeignModelError."""
+    """Files to add and to delete. older_checksums: content of the repository's SHA256SUMS. Raises ForeignModelError."""
     standing = {file.path: file for file in stored}
     files = (*release.files, release.manifest)
     names = {file.name for file in files}
     older = _older_release(standing, older_checksums)
     foreign = sorted(path for path in standing if path not in older and is_loadable(path) and path not in names)
     if not older:
-        # Without a release of ours, files of our names are another model's too.
+        # Without an earlier release of this product, files of the same names belong to another model, too.
         foreign += sorted(
             path for path in standing if path in names and is_loadable(path) and not _is_same(standing[path], files)
         )
@@ -70,7 +71,7 @@ def is_loadable(path: str) -> bool:
 
 
 def is_stored(file: ReleaseFile, stored: StoredFile | None) -> bool:
-    """Whether the repository holds exactly this file, which is read where it is kept in git. Raises CheckpointError."""
+    """Whether the repository holds exactly this file, which is read if git keeps it. Raises CheckpointError."""
     if stored is None or stored.size != file.size:
         return False
     if stored.sha256 is not None:
@@ -88,10 +89,10 @@ def _is_same(stored: StoredFile, files: Iterable[ReleaseFile]) -> bool:
 
 
 def _older_release(standing: Mapping[str, StoredFile], checksums: str | None) -> set[str]:
-    """Files of an older release of ours that stand as it left them."""
+    """Files of an older release that are unchanged since then."""
     listed = parse_checksums(checksums) if checksums is not None else None
     if listed is None or PROVENANCE not in listed:
         return set()
-    # Weights that somebody has put in the place of ours are not ours any more.
+    # Weights that were replaced since then do not belong to the release any more.
     ours = {path for path, sha256 in listed.items() if path in standing and standing[path].sha256 in (None, sha256)}
     return ours | {CHECKSUMS} | ({SIGNATURE} & standing.keys())

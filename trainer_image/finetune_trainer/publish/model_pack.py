@@ -2,7 +2,7 @@
 
 Source of media types and annotations: https://github.com/modelpack/model-spec, docs/{spec,config,annotations}.md and
 specs-go/v1/mediatype.go at d78bf3231b4f; of the manifest: https://github.com/opencontainers/image-spec/blob/v1.1.0/manifest.md.
-Nothing but the release goes in, no time and no machine, so equal releases have equal digests.
+The artifact contains only the release, no time and no machine, so equal releases have equal digests.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ DOC_TYPE = "application/vnd.cncf.model.doc.v1.raw"
 CODE_TYPE = "application/vnd.cncf.model.code.v1.raw"
 FILE_PATH = "org.cncf.model.filepath"
 TITLE = "org.opencontainers.image.title"
-"""By which `oras pull` names files; it leaves out layers that have none."""
+"""Annotation from which `oras pull` takes file names; it leaves out layers without one."""
 FACT_PREFIX = "dev.finetune."
-"""Of the annotations that say where a model comes from."""
+"""Prefix of the annotations about a model's origin."""
 _DOCS = frozenset({*BESIDE, CHECKSUMS, SIGNATURE})
 
 
 @dataclass(frozen=True)
 class ModelPackArtifact:
-    """What is pushed besides the files."""
+    """The parts that are pushed besides the files."""
 
     config: bytes
     manifest: bytes
 
     @property
     def digest(self) -> str:
-        """That names the whole content."""
+        """Digest of the whole content."""
         return digest_of(self.manifest)
 
 
 def digest_of(content: bytes) -> str:
-    """As registries write it."""
+    """Digest in the form of registries."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def media_type(name: str) -> str:
-    """What kind of layer a file of this name is."""
+    """Media type of the layer of a file with this name."""
     path = PurePosixPath(name)
     if path.suffix == WEIGHT_SUFFIX:
         return WEIGHT_TYPE

@@ -1,14 +1,13 @@
 """`oci://` destinations: every file a blob, then the manifest under its digest, then the tag.
 
-A reader of the tag sees what was there before or the whole release: the registry takes a manifest only once it has every blob,
-and the tag is written last of all. The tag `latest`, which a destination without a tag means, moves from release to release, as
-it does for container images; what it named before stays under the digest in the status of the job that wrote it until the
-registry cleans up what no tag names. Any other tag is a name that somebody chose for one result: if it names other content
-already, nothing is sent and the publication is refused.
+A reader of the tag sees the previous content or the whole release: the registry accepts a manifest only once it has every blob,
+and the tag is written last. The tag `latest`, the default of a destination, moves from release to release, as it does for
+container images; its previous content stays available by the digest in the status of the job that wrote it until the registry
+removes untagged content. Any other tag is a chosen name for one result: if it already names other content, nothing is sent and
+the publication is refused.
 
-Blobs that the registry has are not sent again, and an upload that was broken off continues at the byte that the registry says it
-has. Registries built on distribution 2.x know a broken upload no more when the break came within a chunk; then the blob begins
-again.
+Blobs that the registry has are not sent again, and an interrupted upload continues at the byte that the registry reports.
+Registries built on distribution 2.x forget an upload that was interrupted within a chunk; then the blob starts again.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from finetune_trainer.release.files import Release, ReleaseFile
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 CHUNK_BYTES = 16 * 1024**2
-"""Of one request, so that proxies before a registry take it, and held in memory."""
+"""Bytes of one request, which are held in memory. Small enough for proxies before a registry."""
 BLOBS_AT_ONCE = 4
 _GONE = frozenset({400, 404, 410, 416})
-"""What registries answer to an upload that they do not know, or not as far as we do."""
+"""Statuses of registries for an upload that they do not know, or not up to the same byte."""
 _RANGE = re.compile(r"(?:bytes=)?0-(\d+)")
 _ANY_MANIFEST = (
     f"{MANIFEST_TYPE}, application/vnd.oci.image.index.v1+json, application/vnd.docker.distribution.manifest.v2+json, "
@@ -51,13 +50,13 @@ class _UploadGoneError(Exception):
 
 
 class _Progress:
-    """Failures in a row of one blob; what was sent before and has to be sent again is not progress."""
+    """Failures in a row of one blob. Sending the same bytes again is no progress."""
 
     def __init__(self, attempts: Retries) -> None:
         self.attempts, self._furthest = attempts, 0
 
     def reached(self, offset: int) -> None:
-        """The registry has so many bytes."""
+        """Record the number of bytes that the registry has."""
         if offset > self._furthest:
             self._furthest = offset
             self.attempts.progressed()
@@ -96,7 +95,7 @@ class RegistryDestination:
             self._upload_blobs(list(blobs.values()))
             self._upload_content(artifact.config)
             self._put_manifest(artifact.digest, artifact.manifest)
-            # Somebody else may have taken the tag meanwhile.
+            # Another publication may have taken the tag meanwhile.
             if not self._is_tagged(artifact.digest):
                 self._put_manifest(self._place.tag, artifact.manifest)
         self._journal.forget()
@@ -108,15 +107,15 @@ class RegistryDestination:
 
     def _is_tagged(self, digest: str) -> bool:
         """Whether the tag names this content. Raises DestinationRefusedError if it names other content and must not move."""
-        found = self._with_retries("looking at the tag", self._tagged)
-        if found is None or found == digest:
-            return found == digest
+        tagged = self._with_retries("looking at the tag", self._tagged)
+        if tagged is None or tagged == digest:
+            return tagged == digest
         if self._place.tag != DEFAULT_TAG:
             raise DestinationRefusedError(
-                f"{DESTINATION_FIELD}: {self._address}:{self._place.tag} names other content already ({found})",
+                f"{DESTINATION_FIELD}: {self._address}:{self._place.tag} names other content already ({tagged})",
                 f"name another tag, or delete this one; only `{DEFAULT_TAG}` moves from one result to the next",
             )
-        log.info("%s:%s moves from %s to %s", self._address, self._place.tag, found, digest)
+        log.info("%s:%s moves from %s to %s", self._address, self._place.tag, tagged, digest)
         return False
 
     def _tagged(self) -> str | None:
@@ -125,9 +124,9 @@ class RegistryDestination:
         if answer.status == NOT_FOUND:
             return None
         self._registry.check(answer, what)
-        found = answer.headers.get("Docker-Content-Digest")
-        if found:
-            return str(found)
+        digest = answer.headers.get("Docker-Content-Digest")
+        if digest:
+            return str(digest)
         answer = self._registry.send("GET", url, {"Accept": _ANY_MANIFEST}, what=what)
         return digest_of(self._registry.check(answer, what).content)
 
@@ -194,10 +193,10 @@ class RegistryDestination:
         return self._registry.check(answer, what)
 
     def _upload_in_chunks(self, file: ReleaseFile, digest: str, progress: _Progress) -> None:
-        """In chunks, each remembered. Raises _UploadGoneError, TransientError."""
+        """Send the file in chunks, each of which is recorded. Raises _UploadGoneError, TransientError."""
         what, headers = f"writing blob {digest}", {"Content-Type": "application/octet-stream"}
         location, offset, chunk_bytes = self._journal.recall(digest), 0, CHUNK_BYTES
-        # Others may write to the journal: it must not send this pod to an address that the registry did not name.
+        # Others may write to the journal, so its addresses are used only if they belong to the registry.
         if location is not None and self._registry.is_own(location):
             offset, location = self._reached(location, what)
         else:
@@ -227,7 +226,7 @@ class RegistryDestination:
         self._registry.check(answer, what)
 
     def _reached(self, location: str, what: str) -> tuple[int, str]:
-        """Bytes that the registry has of an upload that was broken off, and where it continues. Raises _UploadGoneError."""
+        """The number of bytes that the registry has of an interrupted upload, and where it continues. Raises _UploadGoneError."""
         answer = self._registry.send("GET", location, what=what)
         if not answer.succeeded:
             raise _UploadGoneError
@@ -238,15 +237,15 @@ class RegistryDestination:
 
 
 def _received(answer: HttpResponse, default: int) -> int:
-    """Bytes that the registry says it has: the header names the last one, and 0-0 may mean none."""
-    found = _RANGE.fullmatch(answer.headers.get("Range", ""))
-    if found is None:
+    """Number of bytes that the registry has. The header names the last byte, and 0-0 may mean none."""
+    range_match = _RANGE.fullmatch(answer.headers.get("Range", ""))
+    if range_match is None:
         return default
-    return int(found[1]) + 1 if int(found[1]) else 0
+    return int(range_match[1]) + 1 if int(range_match[1]) else 0
 
 
 def _with_digest(location: str, digest: str) -> str:
-    """The address of the upload, which may be signed, so that nothing else of it changes."""
+    """The address of the upload with the digest. It may be signed, so nothing else of it changes."""
     return f"{location}{'&' if '?' in location else '?'}digest={digest.replace(':', '%3A')}"
 
 

@@ -1,8 +1,8 @@
-"""Requests to a registry for one repository: logged in as it asks, redirected as it says, its refusals in words.
+"""Requests to a registry for one repository, with the registry's login and redirects, and its refusals in words.
 
 Source: https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md; RFC 7617 (Basic), RFC 6750 (Bearer), and the
 token protocol of https://distribution.github.io/distribution/spec/auth/token/ and .../oauth/, which registries and `docker login`
-speak.
+use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from finetune_trainer.publish.destination import DESTINATION_FIELD, access_denie
 from finetune_trainer.publish.http import HttpClient, HttpResponse
 
 Body = tuple[Callable[[], Iterable[bytes]], int]
-"""Makes the parts of a body, again for each time that it is sent, and their length in bytes."""
+"""A function that makes the parts of a body, again for each time that it is sent, and their length in bytes."""
 _DOCKER_HUB_ADDRESS = "registry-1.docker.io"
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MOST_REDIRECTS = 5
@@ -34,10 +34,10 @@ _PARAMETER = re.compile(r'([a-zA-Z_]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s,"]+))'
 
 
 class Registry:
-    """One repository. Methods raise TransientError where trying again may help, else DestinationRefusedError."""
+    """One repository. Methods raise TransientError if trying again may help, else DestinationRefusedError."""
 
     def __init__(self, wire: HttpClient, place: RegistryPath, login: RegistryLogin | None, *, plain_http: bool) -> None:
-        """`plain_http`: whether the registry is spoken to without TLS."""
+        """plain_http: whether to use the registry without TLS."""
         self._wire, self._login, self._plain_http = wire, login, plain_http
         is_docker_hub = place.registry == DOCKER_HUB
         self._repository = f"library/{place.repository}" if is_docker_hub and "/" not in place.repository else place.repository
@@ -47,7 +47,7 @@ class Registry:
         self.shown = f"{DESTINATION_FIELD}: oci://{place.registry}/{place.repository}"
 
     def url(self, path: str) -> str:
-        """Of something in the repository."""
+        """URL of something in the repository."""
         return f"{self._origin}/v2/{self._repository}/{path}"
 
     def is_own(self, url: str) -> bool:
@@ -57,7 +57,9 @@ class Registry:
     def send(
         self, method: str, url: str, headers: dict[str, str] | None = None, body: bytes | Body | None = None, *, what: str
     ) -> HttpResponse:
-        """An answer that is neither a refused login nor a transient failure; the caller judges its status."""
+        """Send a request; returns an answer that is neither a refused login nor a transient failure. The caller checks its
+        status.
+        """
         used = self._authorization
         answer = self._follow(method, url, headers or {}, body, used)
         if answer.status == UNAUTHORIZED and self._log_in(answer.headers.get("WWW-Authenticate", ""), used):
@@ -72,7 +74,7 @@ class Registry:
         return answer
 
     def check(self, answer: HttpResponse, what: str) -> HttpResponse:
-        """The answer; raises if the request failed."""
+        """Return the answer; raises if the request failed."""
         if answer.succeeded:
             return answer
         if answer.status == NOT_FOUND:
@@ -83,7 +85,7 @@ class Registry:
         )
 
     def location(self, answer: HttpResponse) -> str:
-        """Where an upload continues."""
+        """Address at which an upload continues."""
         return self._secure(urljoin(answer.url, answer.headers.get("Location", "")))
 
     def _secure(self, url: str) -> str:
@@ -112,7 +114,7 @@ class Registry:
         raise DestinationRefusedError(f"{self.shown}: redirects in a loop", "have the registry's administrator fix it")
 
     def _log_in(self, header: str, used: str | None) -> bool:
-        """Whether it is worth asking again. `used`: what was refused."""
+        """Log in; returns whether the request is worth repeating. used: the refused authorization."""
         with self._lock:
             if self._authorization != used:  # another thread has logged in meanwhile
                 return True
@@ -135,7 +137,7 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
 
 
 def _status_text(answer: HttpResponse, what: str) -> str:
-    """Status and the registry's error code; its message may hold anything."""
+    """Status and the registry's error code, without its message, which may contain anything."""
     try:
         code = str(json.loads(answer.content)["errors"][0]["code"])
     except (ValueError, KeyError, IndexError, TypeError):
@@ -146,16 +148,16 @@ def _status_text(answer: HttpResponse, what: str) -> str:
 
 @dataclass(frozen=True)
 class Challenge:
-    """One way in, as a registry offers it."""
+    """One authentication scheme that a registry offers."""
 
     scheme: str
-    """Lower case."""
+    """Name in lower case."""
     parameters: dict[str, str]
 
 
 def parse_challenges(header: str) -> list[Challenge]:
-    """The ways in of a WWW-Authenticate header that are known here, in its order."""
-    found = []
+    """The known schemes of a WWW-Authenticate header, in its order."""
+    challenges = []
     starts = [match for match in _SCHEME.finditer(header) if header[: match.start()].count('"') % 2 == 0]
     for number, match in enumerate(starts):
         end = starts[number + 1].start() if number + 1 < len(starts) else len(header)
@@ -163,21 +165,21 @@ def parse_challenges(header: str) -> list[Challenge]:
         if header[match.end() : end].lstrip().startswith("="):
             continue
         parameters = {name.lower(): quoted or plain for name, quoted, plain in _PARAMETER.findall(header[match.end() : end])}
-        found.append(Challenge(match[1].lower(), parameters))
-    return found
+        challenges.append(Challenge(match[1].lower(), parameters))
+    return challenges
 
 
 def basic_authorization(login: RegistryLogin) -> str:
-    """Value of the header."""
+    """Value of the Authorization header."""
     return "Basic " + base64.b64encode(f"{login.username}:{login.password}".encode()).decode()
 
 
 def bearer_authorization(
     wire: HttpClient, challenge: Challenge, login: RegistryLogin | None, scope: str, shown: str, *, plain_http: bool
 ) -> str | None:
-    """Value of the header, with a token for this scope; None where the token service refuses.
+    """Value of the Authorization header with a token for this scope; None if the token service refuses.
 
-    The registry itself names the token service, so who trusts the one with a login trusts the other; only `plain_http`
+    The registry itself names the token service, so a login that is trusted to one is trusted to the other; only `plain_http`
     registries may name one without TLS. Raises TransientError, DestinationRefusedError.
     """
     realm = challenge.parameters.get("realm", "")

@@ -1,7 +1,8 @@
-"""What makes an upload resumable and right: a journal of what a destination holds already, and a reader that proves each file.
+"""A journal of what a destination already holds, which makes uploads resumable, and a reader that proves each file.
 
-Both read from the workspace, where others may write: they follow no link, and an address in the journal is one of the registry or
-none. Lines of the journal are appended and not synced: a kill loses none, and what a power cut loses is sent again.
+Both read from the workspace, where others may write: they follow no link, and an address in the journal is used only if it
+belongs to the registry. Lines of the journal are appended and not synced: a kill loses none, and what a power cut loses is sent
+again.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from finetune_trainer.network.retry import StoppedError
 from finetune_trainer.release.files import ReleaseFile
 
 BLOCK_BYTES = 1 << 20
-"""Proven at a time, and held in memory."""
+"""Bytes that are proven at a time, and held in memory."""
 
 
 class UploadJournal:
-    """Texts by name; the last one counts. May be used from several threads."""
+    """Texts by name; the last one counts. Several threads may use it."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -41,38 +42,38 @@ class UploadJournal:
                     continue
 
     def recall(self, name: str) -> str | None:
-        """What was remembered last; None: nothing."""
+        """The last remembered text, or None."""
         with self._lock:
             return self._known.get(name) or None
 
     def remember(self, name: str, value: str) -> None:
-        """Keep it; an empty text is nothing."""
+        """Remember a text; an empty one removes the name."""
         with self._lock:
             self._known[name] = value
-            # Addresses of open uploads may open them to anyone who reads them.
+            # Addresses of open uploads may give access to anyone who reads them.
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
             try:
-                # A line that a kill cut off must not swallow this one.
+                # This line must not continue a line that a kill cut off.
                 os.write(descriptor, b"\n" + json.dumps({"name": name, "value": value}).encode() + b"\n")
             finally:
                 os.close(descriptor)
 
     def forget(self) -> None:
-        """Everything is published."""
+        """Remove the journal after everything is published."""
         with self._lock:
             self._known.clear()
             self._path.unlink(missing_ok=True)
 
 
 class ProvenReader(io.BufferedIOBase):
-    """A file of a release, of which nothing is read that was not proven.
+    """A file of a release of which only proven bytes are read.
 
-    Who chose the destination may read whatever arrives there, even of an upload that is never completed. So the whole file is
-    hashed first, through the descriptor from which it is read then, and each block is compared again with what was hashed.
+    Whoever chose the destination may read everything that arrives there, even of an upload that is never completed. So the whole
+    file is hashed first, through the descriptor from which it is read later, and each block is compared again with its hash.
     """
 
     def __init__(self, file: ReleaseFile, stop: threading.Event | None = None) -> None:
-        """Open and prove it. `stop`: ends this and every read. Raises CheckpointError, StoppedError, OSError."""
+        """Open and prove the file. stop: ends this and every read. Raises CheckpointError, StoppedError, OSError."""
         super().__init__()
         self._released, self._stop, self.bytes_read = file, stop, 0
         self._offset, self._blocks, self._held = 0, list[bytes](), (-1, b"")
@@ -87,18 +88,18 @@ class ProvenReader(io.BufferedIOBase):
             raise
 
     def _prove(self) -> None:
-        digest, left = hashlib.sha256(), self._released.size
-        while left > 0:
+        digest, remaining = hashlib.sha256(), self._released.size
+        while remaining > 0:
             self._check_stop()
-            block = self._file.read(min(BLOCK_BYTES, left))
+            block = self._file.read(min(BLOCK_BYTES, remaining))
             if not block:
                 break
             digest.update(block)
             self._blocks.append(hashlib.sha256(block).digest())
-            left -= len(block)
-        if left or self._file.read(1):
+            remaining -= len(block)
+        if remaining or self._file.read(1):
             raise _damaged(self._released, f"it does not have the {self._released.size} bytes that it had")
-        # What the digest is instead is not said: it might be one of something that nobody is to know.
+        # The actual digest is not shown: it might be one of a secret.
         if digest.hexdigest() != self._released.sha256:
             raise _damaged(self._released, f"its sha256 is not {self._released.sha256}, which was to be published")
 
@@ -130,7 +131,7 @@ class ProvenReader(io.BufferedIOBase):
         return content
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """See io.IOBase; not beyond the end."""
+        """See io.IOBase; positions beyond the end become the end."""
         before = {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self._released.size}[whence]
         self._offset = min(max(before + offset, 0), self._released.size)
         return self._offset

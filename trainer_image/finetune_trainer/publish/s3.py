@@ -1,12 +1,12 @@
 """`s3://` destinations: an object for each file below the prefix, SHA256SUMS last.
 
 A prefix belongs to one release. A reader that sees SHA256SUMS there sees everything it names; before that, the prefix has none.
-Nothing is ever overwritten: a prefix that holds another release, or objects of somebody else, is refused, and every object is
-written only if there is none of its key (`If-None-Match: *`), so that of two publications at the same time one is refused, too.
+Nothing is ever overwritten: a prefix with another release, or with other objects, is refused, and every object is written only if
+there is none with its key (`If-None-Match: *`), so that one of two simultaneous publications is refused, too.
 
-Every object carries the SHA-256 of its file, and the store itself compares the body of each signed request with the digest in the
-signature. So an object that is there with the right digest is not sent again, nor is a part of an unfinished upload that the
-store still lists with the ETag that it gave for the same bytes.
+Every object has the SHA-256 of its file as metadata, and the store itself compares the body of each signed request with the
+digest in the signature. So an existing object with the right digest is not sent again, nor is a part of an unfinished upload that
+the store still lists with the ETag that it gave for the same bytes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from finetune_trainer.release.files import Release, ReleaseFile
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 PART_BYTES = 16 * 1024**2
-"""Of a multipart upload; larger where a file would have more than MOST_PARTS."""
+"""Bytes of a part of a multipart upload; larger if a file would have more than MOST_PARTS."""
 MOST_PARTS = 10_000
-"""Of one object: https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html."""
+"""Largest number of parts of one object: https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html."""
 PARTS_AT_ONCE = 4
-"""Sent at a time, and held in memory."""
+"""Parts that are sent at a time, and held in memory."""
 _SHOWN_KEYS = 3
 
 
@@ -60,7 +60,7 @@ class BucketDestination:
         *,
         patience: RetryPolicy | None = None,
     ) -> None:
-        """`session`: boto3's, with credentials; None: requests are not signed."""
+        """session: boto3's, with credentials; None: requests are not signed."""
         self._place, self._journal, self._stop = place, journal, stop
         self._patience = patience or RetryPolicy()
         client = open_store(service, session, connections=PARTS_AT_ONCE)
@@ -86,7 +86,7 @@ class BucketDestination:
         if manifest not in there:
             try:
                 self._put(manifest, release.manifest)
-            except ExistsError:  # another publication was faster, or ours, whose answer never came
+            except ExistsError:  # another publication was faster, or an earlier request, whose answer was lost
                 self._check_manifest(manifest, release.manifest)
         self._journal.forget()
         return Publication(
@@ -96,9 +96,9 @@ class BucketDestination:
         )
 
     def _existing_keys(self, release: Release, ours: set[str]) -> set[str]:
-        """Keys of the release that are there already. Raises DestinationRefusedError if anything else is."""
+        """Keys of the release that already exist. Raises DestinationRefusedError if other objects exist."""
         listed = self._with_retries("listing what is there", lambda: self._bucket.list_objects(self._prefix))
-        # Consoles make an empty object to show a directory.
+        # Consoles create an empty object to show a directory.
         keys = {key for key, size in listed.items() if not (key.endswith("/") and size == 0)}
         manifest = self._prefix + release.manifest.name
         if manifest in keys:
@@ -110,13 +110,13 @@ class BucketDestination:
         return keys
 
     def _check_manifest(self, key: str, manifest: ReleaseFile) -> None:
-        """Raise DestinationRefusedError if the list of files that is there is another one."""
+        """Raise DestinationRefusedError if the existing list of files is another one."""
         content = self._with_retries(f"reading {key}", lambda: self._bucket.get(key, manifest.size + 1))
         if hashlib.sha256(content).hexdigest() != manifest.sha256:
             raise self._occupied(f"holds another release: its {manifest.name} differs")
 
     def _put(self, key: str, file: ReleaseFile) -> None:
-        """Raises ExistsError."""
+        """Write a small object. Raises ExistsError."""
         content = read_proven(file)
         self._with_retries(f"writing {key}", lambda: self._bucket.put(key, content, file.sha256))
 
@@ -127,11 +127,13 @@ class BucketDestination:
         )
 
     def _abort_orphans(self, files: dict[str, ReleaseFile]) -> None:
-        """End uploads of our files that no journal knows: a kill came before the id was kept, or the workspace is another one."""
+        """End uploads of our files that no journal knows: a kill came before the id was recorded, or the workspace is another
+        one.
+        """
         try:
             under_way = self._with_retries("listing uploads", lambda: self._bucket.uploads(self._prefix))
         except DestinationRefusedError as error:
-            # A right of its own, and only the price of abandoned parts depends on it.
+            # This needs a separate permission, and only the cost of abandoned parts depends on it.
             log.warning("uploads that were abandoned cannot be ended: %s", error)
             return
         for key, upload in under_way:
@@ -149,7 +151,7 @@ class BucketDestination:
         return self._with_retries(f"looking at {key}", lambda: self._bucket.head(key))
 
     def _is_there(self, key: str, file: ReleaseFile) -> bool:
-        """Raises DestinationRefusedError if it is another object."""
+        """Whether the object exists. Raises DestinationRefusedError if it is another object."""
         stored = self._stored(key)
         if stored is not None and (stored.size, stored.sha256) != (file.size, file.sha256):
             raise self._occupied(f"holds another {file.name} ({stored.size} bytes, sha256 {stored.sha256 or 'not announced'})")
@@ -164,7 +166,7 @@ class BucketDestination:
             except ExistsError:
                 self._is_there(key, file)
         else:
-            # An upload is lost when another process ends it, or when it was completed and the answer never came.
+            # An upload is lost when another process ends it, or when it was completed but the answer was lost.
             for _ in range(self._patience.attempts):
                 try:
                     self._upload_in_parts(key, file)
@@ -182,7 +184,7 @@ class BucketDestination:
         log.info("%s: %s is there, %d bytes", self._address, file.name, file.size)
 
     def _upload_in_parts(self, key: str, file: ReleaseFile) -> None:
-        """Raises NoSuchUploadError."""
+        """Upload a large file. Raises NoSuchUploadError."""
         name = _upload_name(key, file)
         upload, kept = self._journal.recall(name), dict[int, str]()
         if upload is None:
@@ -204,7 +206,7 @@ class BucketDestination:
         self._journal.remember(name, "")
 
     def _send_parts(self, key: str, file: ReleaseFile, upload: str, kept: dict[int, str]) -> dict[int, str]:
-        """ETags of all parts. Raises NoSuchUploadError."""
+        """Send the missing parts; returns ETags of all parts. Raises NoSuchUploadError."""
         size = part_size(file.size, PART_BYTES)
         tags: dict[int, str] = {}
         running: deque[tuple[int, Future[str]]] = deque()
@@ -231,7 +233,7 @@ class BucketDestination:
         return tag
 
     def _prove_all(self, files: dict[str, ReleaseFile]) -> None:
-        """Everything that SHA256SUMS is to name is there, no matter who wrote it."""
+        """Check that everything that SHA256SUMS will name is there, whoever wrote it."""
         for key, file in files.items():
             if not self._is_there(key, file):
                 raise DestinationUnavailableError(

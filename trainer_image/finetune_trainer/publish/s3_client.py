@@ -1,5 +1,5 @@
-"""The requests to an S3-compatible object store that a publication needs, one method each; the caller repeats those that may
-pass.
+"""The requests to an S3-compatible object store that a publication needs, one method each; the caller retries transient
+failures.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from finetune_trainer.publish.destination import DESTINATION_FIELD, access_denie
 
 log = logging.getLogger(__name__)
 SHA256 = "sha256"
-"""Metadata of an object that proves it, written with it: the store compared the body of every request with its signed digest."""
+"""Metadata of an object with its digest, written with the object: the store compared the body of every request with its signed
+digest.
+"""
 
 
 class NoSuchUploadError(Exception):
-    """The store does not know the multipart upload: it was completed, aborted, or ran out."""
+    """The store does not know the multipart upload: it was completed or aborted, or has expired."""
 
 
 class ExistsError(Exception):
-    """There is an object of this key already; it was not overwritten."""
+    """An object with this key already exists; it was not overwritten."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class StoredObject:
 
     size: int
     sha256: str | None
-    """As its writer announced it; None where it announced nothing."""
+    """Digest that its writer recorded; None without one."""
 
 
 class _Body(io.BytesIO):
@@ -57,12 +59,13 @@ class _Body(io.BytesIO):
 
 
 class Bucket:
-    """One bucket, used from several threads. Every method raises TransientError where trying again may help, StoppedError, else
-    DestinationRefusedError.
+    """One bucket, used from several threads.
+
+    Every method raises TransientError if trying again may help, StoppedError, else DestinationRefusedError.
     """
 
     def __init__(self, client: Any, bucket: str, stop: threading.Event, *, signed: bool) -> None:
-        """`client`: of boto3. `signed`: whether it has credentials."""
+        """client: of boto3. signed: whether it has credentials."""
         self._client, self._bucket, self._stop, self._signed = client, bucket, stop, signed
         self._lock, self.bytes_sent = threading.Lock(), 0
         self._creates_only = True
@@ -73,13 +76,13 @@ class Bucket:
         self._client.close()
 
     def list_objects(self, prefix: str) -> dict[str, int]:
-        """Return the keys that begin so, with the sizes of their objects."""
+        """Return the keys with this prefix, and the sizes of their objects."""
         with self._request("listing it"):
             pages = self._pages("list_objects_v2", Prefix=prefix)
             return {entry["Key"]: entry["Size"] for page in pages for entry in page.get("Contents", ())}
 
     def head(self, key: str) -> StoredObject | None:
-        """Return how the store describes an object; None: there is none."""
+        """Return the store's description of an object, or None if there is none."""
         with self._request(f"looking at {key}"):
             try:
                 answer = self._client.head_object(Bucket=self._bucket, Key=key)
@@ -117,13 +120,13 @@ class Bucket:
         return tag
 
     def parts(self, key: str, upload: str) -> dict[int, str]:
-        """Return the ETags by number of the parts that the store has. Raises NoSuchUploadError."""
+        """Return the ETags, by number, of the parts that the store has. Raises NoSuchUploadError."""
         with self._request(f"listing the parts of {key}"):
             pages = self._pages("list_parts", Key=key, UploadId=upload)
             return {part["PartNumber"]: part["ETag"] for page in pages for part in page.get("Parts", ())}
 
     def complete_upload(self, key: str, upload: str, tags: Mapping[int, str]) -> None:
-        """Make the object of the parts. Raises NoSuchUploadError, ExistsError."""
+        """Assemble the object from its parts. Raises NoSuchUploadError, ExistsError."""
         parts = [{"PartNumber": number, "ETag": tags[number]} for number in sorted(tags)]
         with self._request(f"completing {key}"):
             self._create(self._client.complete_multipart_upload, None, Key=key, UploadId=upload, MultipartUpload={"Parts": parts})
@@ -134,7 +137,7 @@ class Bucket:
             self._client.abort_multipart_upload(Bucket=self._bucket, Key=key, UploadId=upload)
 
     def uploads(self, prefix: str) -> list[tuple[str, str]]:
-        """Return key and id of the multipart uploads under way of objects whose keys begin so."""
+        """Return key and id of unfinished multipart uploads whose keys have this prefix."""
         with self._request("listing its uploads"):
             pages = self._pages("list_multipart_uploads", Prefix=prefix)
             return [(upload["Key"], upload["UploadId"]) for page in pages for upload in page.get("Uploads", ())]
@@ -146,7 +149,7 @@ class Bucket:
             yield page
 
     def _create(self, operation: Callable[..., Any], content: bytes | None, **arguments: Any) -> None:
-        """Make an object only if there is none of its key: of two publications one is refused, and nothing is overwritten."""
+        """Create an object only if none has its key, so that nothing is overwritten, and one of two publications is refused."""
         is_conditional = self._creates_only
         condition = {"IfNoneMatch": "*"} if is_conditional else {}
         body = {} if content is None else {"Body": _Body(content, self._stop)}
@@ -173,7 +176,7 @@ class Bucket:
         try:
             yield
         except FAILURES as error:
-            if self._stop.is_set():  # boto3 wraps what a body raises
+            if self._stop.is_set():  # boto3 wraps errors of a body
                 raise StoppedError from None
             refused = refusal(error)
             if refused.code == "NoSuchUpload":

@@ -1,1 +1,1 @@
-"""Processes that train together: how they join, tell that they live, find who keeps the others waiting, and report."""
+"""Processes that train together: how they join, show that they are alive, find the rank that others wait for, and report."""

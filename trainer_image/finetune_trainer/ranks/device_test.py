@@ -1,7 +1,8 @@
-"""A rank's device, tried for a second before it trains: memory, matrix products, and a sum over all ranks.
+"""A test of a rank's device for a second before it trains: memory, matrix products, and a sum over all ranks.
 
-A device that computes wrong results trains a wrong model, and one that is slow holds up all others. What is computed has one
-exact result in every order and precision of sums, so that it is compared bit by bit. The figures are what the device reaches.
+A device that computes wrong results trains a wrong model, and a slow one holds up all others. The computations have one exact
+result in every order and precision of sums, so results are compared bit by bit. The figures are the speeds that the device
+reaches.
 """
 
 from __future__ import annotations
@@ -21,22 +22,24 @@ from finetune_trainer.ranks.gang import Gang
 log = logging.getLogger(__name__)
 
 SIZE = {"cuda": 8192, "cpu": 256}
-"""Rows and columns of a product: large enough to reach what a device can, and 9 milliseconds at the peak of an L4."""
+"""Rows and columns of a product: large enough to reach the device's peak, and 9 milliseconds at that of an L4."""
 BYTES = {"cuda": 4 << 30, "cpu": 1 << 20}
-"""Tested at most; less if less is free."""
+"""Largest number of bytes that are tested; fewer if less memory is free."""
 ROUNDS = 5
 PATTERNS = (0x55, 0xAA)
-"""Every bit is once 0 and once 1."""
+"""Patterns in which every bit is once 0 and once 1."""
 SLOW_SHARE = 0.8
-"""Below this of the median, a device is too hot, shared or broken, and not just one of many."""
+"""A device below this share of the median is too hot, shared or broken, and not just slower than others."""
 _SEED = 20_240_601
 _NONZERO_SHARE = 0.125
-"""Entries of 1, and as many of -1. Sums of 8,192 products then stay far below 256, up to which bfloat16 holds whole numbers."""
+"""Share of entries of 1, and of -1. Sums of 8,192 products then stay far below 256, up to which bfloat16 represents integers
+exactly.
+"""
 
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """What a device reached."""
+    """Speeds that a device reached."""
 
     flops: float
     """Operations per second in a bfloat16 product."""
@@ -47,18 +50,23 @@ class DeviceFigures:
 
 
 def check_device(gang: Gang) -> DeviceFigures:
-    """Call on all ranks together, before anything else is on the device. Raises DeviceFaultError."""
-    found = DeviceFigures(flops=_products(gang.device), memory=_memory(gang.device))
+    """Test this rank's device. Call this on all ranks together, before anything else is on the device. Raises
+    DeviceFaultError.
+    """
+    figures = DeviceFigures(flops=_products(gang.device), memory=_memory(gang.device))
     _sum_over_ranks(gang)
     if gang.device.type == "cuda":
-        # What was tested is free for training, and counts in no peak.
+        # Frees the tested memory for training, and leaves it out of peaks.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(gang.device)
-    return replace(found, slowest_share=_slowest_share(gang.gather(found.flops, float), says=gang.is_first))
+    return replace(figures, slowest_share=_slowest_share(gang.gather(figures.flops, float), says=gang.is_first))
 
 
 def _slowest_share(flops: Sequence[float], *, says: bool) -> float:
-    """By rank. In a step all ranks wait for the slowest inside collectives, so that there it cannot be told from the others."""
+    """Speed of the slowest rank over that of the median. flops: by rank.
+
+    In a training step all ranks wait for the slowest inside collectives, so it does not stand out there.
+    """
     share = min(flops) / statistics.median(flops)
     if says and share < SLOW_SHARE:
         rank = min(range(len(flops)), key=flops.__getitem__)
@@ -104,7 +112,7 @@ def _memory(device: torch.device) -> float:
 
 
 def _sum_over_ranks(gang: Gang) -> None:
-    """Of whole numbers, over the links that gradients take."""
+    """Check a sum of integers over the links that gradients take."""
     if gang.world_size == 1:
         return
     length = 1 << 20 if gang.device.type == "cuda" else 1 << 10
@@ -122,14 +130,14 @@ def _sum_over_ranks(gang: Gang) -> None:
 
 def _shortest(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of the fastest round."""
-    found = []
+    seconds = []
     for _ in range(ROUNDS):
         _wait(device)
         began = time.perf_counter()
         work()
         _wait(device)
-        found.append(time.perf_counter() - began)
-    return max(min(found), 1e-9)
+        seconds.append(time.perf_counter() - began)
+    return max(min(seconds), 1e-9)
 
 
 def _wait(device: torch.device) -> None:
@@ -138,7 +146,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _name(device: torch.device) -> str:
-    """With the serial number that `nvidia-smi -L` lists."""
+    """Name of the device, with the serial number that `nvidia-smi -L` lists."""
     if device.type != "cuda":
         return "the processor"
     facts = torch.cuda.get_device_properties(device)

@@ -1,7 +1,7 @@
-"""This process as a rank, and the few things that ranks agree on through small messages.
+"""This process as a rank, and the small messages by which ranks agree.
 
-Messages are JSON of a fixed form and a bounded length, never pickles: torch authenticates no member, so whoever can reach the
-ports of a gang can be one, and a pickle runs code of its sender's choice in whoever reads it.
+Messages are JSON of a fixed form and a bounded length, never pickles: torch does not authenticate members, so whoever can reach
+the ports of a gang can join it, and reading a pickle runs its sender's code.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ T = TypeVar("T")
 STEP_TIMEOUT_SECONDS: int = TrainingSpec.model_fields["step_timeout_seconds"].default
 _AFTER_THE_WATCHDOG = timedelta(minutes=1)
 ENVIRONMENT = "env://"
-"""Where torchrun's children find the address of rank 0."""
+"""URL with which torch reads rank 0's address from torchrun's environment variables."""
 MOST_MESSAGE_BYTES = 16 << 20
-"""Of one rank. The longest lists checkpoints that cannot be used, a sentence each."""
+"""Largest message of one rank. The longest one lists unusable checkpoints, a sentence each."""
 EntryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=255)]
-"""Of an entry of a directory, which leads nowhere else."""
+"""Name of a directory's entry, which cannot lead outside the directory."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Gang:
         return self.rank == 0
 
     def gather(self, value: T, form: Any) -> list[T]:
-        """Every rank's value, by rank; `form`: their type, as pydantic reads it. Raises InvariantError for another one."""
+        """Every rank's value, by rank. form: their type, as pydantic reads it. Raises InvariantError for another type."""
         if self.world_size == 1:
             return [value]
         message = _encoded(value, form)
@@ -62,7 +62,7 @@ class Gang:
         return [_decoded(rank, part[:size], form) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
 
     def from_first(self, value: T, form: Any) -> T:
-        """Rank 0's value, of the type `form`; other ranks' values are not looked at. Raises InvariantError for another type."""
+        """Rank 0's value, of the type `form`; other ranks' values are ignored. Raises InvariantError for another type."""
         if self.world_size == 1:
             return value
         message = _encoded(value, form) if self.is_first else b""
@@ -71,8 +71,8 @@ class Gang:
         size = _checked_length(0, int(length))
         part = _padded(message, size)
         dist.broadcast(part, src=0, group=self.messages)
-        found: T = _decoded(0, part, form)
-        return found
+        first_value: T = _decoded(0, part, form)
+        return first_value
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -117,9 +117,9 @@ def _decoded(rank: int, message: torch.Tensor, form: Any) -> Any:
 
 
 def collective_timeout(step_timeout_seconds: float) -> timedelta:
-    """How long any collective waits for the other ranks: longer than the watchdog, which knows more, takes to end them all.
+    """Timeout of collectives. It is longer than the watchdog, which knows more, needs to end all ranks.
 
-    A rank that dies is noticed at once all the same, because its connections close.
+    A dead rank is still noticed at once, because its connections close.
     """
     return timedelta(seconds=stall_timeouts(step_timeout_seconds).verdict) + _AFTER_THE_WATCHDOG
 
@@ -132,9 +132,9 @@ def joined(
     init_method: str = ENVIRONMENT,
     step_timeout_seconds: float = STEP_TIMEOUT_SECONDS,
 ) -> Iterator[Gang]:
-    """Join the process group and leave it after success. GPU with NCCL where there is one, else CPU with gloo.
+    """Join the process group and leave it after success. It uses NCCL if there is a GPU, else gloo on the CPU.
 
-    After a failure the group is left alone: leaving it could wait for ranks that are gone, and the process ends anyway.
+    After a failure the group is not left: leaving it could wait for dead ranks, and the process ends anyway.
     """
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -156,5 +156,5 @@ def joined(
 
 
 def launched_rank() -> tuple[int, int, int]:
-    """Rank, world size and local rank, from the variables by which torchrun tells them to its children."""
+    """Rank, world size and local rank, from torchrun's environment variables."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])

@@ -1,4 +1,6 @@
-"""Output of ranks: read from a pipe per local rank, kept in size-capped files on the workspace, shown with the rank's name."""
+"""Output of ranks: it is read from a pipe per local rank, kept in size-capped files on the workspace, and shown with the rank's
+name.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from types import TracebackType
 from finetune_trainer.files import append_to_own
 
 CAP_BYTES = 8 << 20
-"""A log file that reaches this many bytes becomes `<name>.previous`, so at most twice as much is kept, always the newest."""
+"""A log file that reaches this size is renamed to `<name>.previous`, so at most twice as much is kept, always the newest."""
 
 
 class CappedFile:
-    """Appends bytes; keeps between one and two caps of the newest."""
+    """A log file that keeps between one and two caps of the newest bytes."""
 
     def __init__(self, path: Path, cap_bytes: int = CAP_BYTES) -> None:
         self._path, self._cap_bytes = path, cap_bytes
@@ -42,10 +44,10 @@ def rank_log_name(rank: int) -> str:
 
 
 class RankLogs:
-    """Named pipes for the local ranks; ranks open them for writing, and wait until threads here read, from entry to exit."""
+    """Named pipes for the local ranks' output. Ranks open them for writing, which waits until a thread here reads."""
 
     def __init__(self, directory: Path, ranks: range) -> None:
-        """`ranks`: the global rank of each local rank."""
+        """ranks: the global rank of each local rank."""
         self._logs, self._ranks = directory, ranks
         self._temporary = tempfile.TemporaryDirectory(prefix="rank-output-")
         self._closing = threading.Event()
@@ -60,7 +62,7 @@ class RankLogs:
 
     def __enter__(self) -> RankLogs:
         for local_rank, rank in enumerate(self._ranks):
-            # Opened for writing, too, so that the end of one writer is not the end of the pipe.
+            # Opened for writing, too, so that the pipe stays open when one writer closes it.
             descriptor = os.open(self.pipes / str(local_rank), os.O_RDWR | os.O_NONBLOCK)
             thread = threading.Thread(target=self._copy, args=(descriptor, rank), daemon=True)
             thread.start()
@@ -89,7 +91,7 @@ class RankLogs:
                     log = log or CappedFile(self._logs / rank_log_name(rank))
                     log.write(content)
                 except OSError:
-                    # A full claim must not stop the ranks, which would block on a pipe that nobody reads.
+                    # A full claim must not stop the ranks, which would block on a pipe without a reader.
                     pass
                 *lines, rest = (rest + content).split(b"\n")
                 show(f"rank {rank}", lines)
@@ -101,7 +103,7 @@ class RankLogs:
 
 
 def show(source: str, lines: list[bytes]) -> None:
-    """Print lines with their source in front, whole even while other threads print."""
+    """Print lines with their source in front. Lines stay whole even if other threads print."""
     text = "".join(f"[{source}] {line.decode(errors='replace')}\n" for line in lines)
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""Reports of ranks on the workspace, and which of them names the cause.
+"""Reports of ranks on the workspace, and the choice of the one that names the cause.
 
-A rank that saw a collective fail is most often the echo of another one's failure. So it waits before it exits, which lets the
-cause exit first, and dates its report to the end of that wait: the earliest report of a gang is the cause, on every node alike.
+A rank that saw a collective fail is usually the echo of another rank's failure. So it waits before it exits, which lets the cause
+exit first, and dates its report to the end of that wait: the earliest report of a gang is the cause, on every node alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from finetune_job.failures import FailureClass, Outcome, TerminationReport, pars
 from finetune_trainer.files import read_own, write_durably
 
 ECHO_SECONDS = 15.0
-"""How long a rank that saw a collective fail waits for the cause to show. Agents notice a dead rank within a second."""
+"""Time that a rank that saw a collective fail waits for the cause to show. Agents notice a dead rank within a second."""
 _NCCL = "ProcessGroupNCCL"
 _FAILED_RANK = re.compile(r"^\s*rank\s*:\s*(\d+)\s*\(local_rank: \d+\)\s*\n\s*exitcode\s*:\s*(-?\d+)", re.MULTILINE)
 
@@ -27,12 +27,12 @@ def rank_report_name(rank: int) -> str:
 
 
 def rank_process_name(rank: int) -> str:
-    """Name of a rank's process; the supervisor must not take another one for it."""
+    """Name of a rank's process, by which the supervisor recognises it."""
     return f"rank-{rank:05d}"
 
 
 def write_rank_report(directory: Path, report: TerminationReport) -> None:
-    """Keep a rank's report. Raises OSError."""
+    """Write a rank's report. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     write_durably(directory / rank_report_name(report.rank or 0), report.model_dump_json(indent=2).encode())
 
@@ -53,20 +53,20 @@ def _read_report(path: Path) -> TerminationReport | None:
 
 
 def remove_rank_reports(directory: Path, ranks: Iterable[int]) -> None:
-    """Remove what an earlier run of the same attempt said about these ranks."""
+    """Remove the reports of an earlier run of the same attempt about these ranks."""
     for rank in ranks:
         (directory / rank_report_name(rank)).unlink(missing_ok=True)
 
 
 def date_echo(report: TerminationReport) -> TerminationReport:
-    """An echo is dated to the end of its wait, every other report stays as it is."""
+    """Date an echo to the end of its wait; other reports are unchanged."""
     if report.failure is not FailureClass.COLLECTIVE:
         return report
     return report.model_copy(update={"time": report.time + ECHO_SECONDS})
 
 
 def root_cause(reports: Iterable[TerminationReport]) -> TerminationReport | None:
-    """The earliest failure; between equal times the lowest rank. None where no rank failed."""
+    """The earliest failure, of the lowest rank if times are equal. None if no rank failed."""
     failed = [report for report in reports if report.outcome is not Outcome.SUCCEEDED]
     return min(failed, key=lambda report: (report.time, report.rank or 0), default=None)
 
@@ -78,7 +78,7 @@ def failed_ranks(torchrun_output: str) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class SilentEvidence:
-    """What is known of ranks that ended without a report."""
+    """Evidence about ranks that ended without a report."""
 
     role: str
     attempt: int
@@ -86,7 +86,7 @@ class SilentEvidence:
     is_out_of_memory: bool
     """The kernel killed a process of this container for memory."""
     log_ends: Mapping[int, str]
-    """End of each rank's output."""
+    """Rank -> the end of its output."""
     now: float
     """Seconds since the epoch."""
 
@@ -96,7 +96,7 @@ def silent_failures(
 ) -> list[TerminationReport]:
     """Reports for ranks that ended without one."""
     reported = {report.rank for report in reports}
-    found = []
+    silent_reports = []
     for rank, code in sorted(exit_codes.items()):
         if rank in reported or code == 0:
             continue
@@ -122,5 +122,5 @@ def silent_failures(
             node_rank=evidence.node_rank,
             time=evidence.now,
         )
-        found.append(date_echo(report))
-    return found
+        silent_reports.append(date_echo(report))
+    return silent_reports

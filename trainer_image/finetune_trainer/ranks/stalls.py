@@ -1,7 +1,7 @@
-"""Which rank keeps the others waiting: plain records of ranks, and what is concluded from them. Needs no torch.
+"""Finding the rank that keeps the others waiting, from plain records of ranks. Needs no torch.
 
-Collectives couple the ranks, so when one stops all of them stop, and their latest steps say nothing. What tells them apart is how
-many collectives each has entered: a rank that waits has entered the one that the culprit has not reached.
+Collectives couple the ranks, so when one stops all of them stop, and their latest steps do not differ. The number of collectives
+that each has entered does: a waiting rank has entered the one that the culprit has not reached.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from finetune_job.names import Role
 from finetune_trainer.files import read_own
 
 LONG_FACTOR = 4
-"""How many step timeouts a rank may take until its first step is done, and for what it announces to be long."""
+"""Number of step timeouts that a rank may take for its first step, and for what it announces to be long."""
 LONG_SECONDS_LEAST = 300.0
-"""The same for short step timeouts: loading a model takes no less for them."""
+"""Lower bound of that time for short step timeouts, which do not make a model load faster."""
 START_SECONDS = 600.0
-"""For the start of a rank, and for joining the others: imports on a machine that is a hundred times too busy take no longer."""
+"""Timeout of a rank's start and of joining the others. Imports take no longer even on a machine that is overloaded a
+hundredfold.
+"""
 STALLED_FILE = "stalled.json"
-"""In the directory of stacks: the verdict, written once by the first rank that came to it."""
+"""File of the verdict in the directory of stacks, written once by the first rank that reached it."""
 JOIN = "join"
-"""What a rank says that joins the others. How long it takes is counted from the moment at which all of them run."""
+"""Activity of a rank that joins the others. Its time counts from the moment at which all of them run."""
 TURNS_IN_SILENCE = 5
 _SILENCE_SECONDS = (5.0, 180.0)
 """Shortest and longest silence. NFS clients may see a new file up to a minute late, which must not look like silence."""
@@ -34,27 +36,27 @@ _SILENCE_SECONDS = (5.0, 180.0)
 
 @dataclass(frozen=True)
 class StallTimeouts:
-    """How long a watchdog waits for what, in seconds; all of it follows from the plan's step timeout."""
+    """Timeouts of a watchdog in seconds, all derived from the plan's step timeout."""
 
     step: float
     long: float
     start: float
-    """How long the start of a rank may take until its watchdog runs, and joining the others once all of theirs run."""
+    """Time that a rank may take to start its watchdog, and to join the others once all watchdogs run."""
     silence: float
-    """A watchdog that has written no record for so long belongs to a process that is stopped, dead or starved."""
+    """A watchdog that has written no record for this time belongs to a process that is stopped, dead or starved."""
 
     def allowance(self, *, is_long: bool) -> float:
-        """How long a rank may go without a beat; `is_long`: what the latest beat says of what follows it."""
+        """Time that a rank may go without a beat. is_long: whether the latest beat announced something long."""
         return self.long if is_long else self.step
 
     @property
     def turn(self) -> float:
-        """Between two looks of a watchdog."""
+        """Time between two looks of a watchdog."""
         return self.silence / TURNS_IN_SILENCE
 
     @property
     def collection(self) -> float:
-        """How long a verdict waits for the stacks of all ranks: each takes up to a turn to see it, and writes for a moment."""
+        """Time that a verdict waits for the stacks of all ranks: each takes up to a turn to see it, and a moment to write."""
         return self.silence + 5.0
 
     @property
@@ -64,7 +66,7 @@ class StallTimeouts:
 
 
 def stall_timeouts(step_timeout_seconds: float) -> StallTimeouts:
-    """What the plan's step timeout means for each wait."""
+    """Derive all timeouts from the plan's step timeout."""
     shortest, longest = _SILENCE_SECONDS
     long = max(LONG_FACTOR * step_timeout_seconds, LONG_SECONDS_LEAST)
     return StallTimeouts(
@@ -76,31 +78,31 @@ def stall_timeouts(step_timeout_seconds: float) -> StallTimeouts:
 
 
 class HeartbeatRecord(BaseModel):
-    """What a watchdog says of its rank at each turn."""
+    """A watchdog's record of its rank, written at each turn."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     rank: int
     node_rank: int
     pid: int
-    """Of the rank, on its node."""
+    """Process id of the rank on its node."""
     turn: int
-    """Counts the records of this rank: one that stays the same comes from a watchdog that no longer runs."""
+    """Number of the record. If it does not change, the watchdog no longer runs."""
     what: str
     step: int
     idle_seconds: float
-    """Since the latest beat."""
+    """Time since the latest beat."""
     is_overdue: bool
-    """By the rank's own allowance, which depends on what it is doing."""
+    """Whether the rank exceeds its own allowance, which depends on its activity."""
     collectives: int
-    """Entered so far."""
+    """Number of collectives entered so far."""
     is_in_collective: bool
-    """By the main thread's innermost frames. With NCCL a rank waits elsewhere, so this only decides between equals."""
+    """Judged by the main thread's innermost frames. With NCCL a rank waits elsewhere, so this only decides ties."""
     at: str
-    """Where the main thread is: innermost frame outside of libraries."""
+    """Location of the main thread: its innermost frame outside of libraries."""
 
 
 class Stall(BaseModel):
-    """The verdict."""
+    """The verdict about a stalled gang."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     rank: int
@@ -108,15 +110,15 @@ class Stall(BaseModel):
     node_rank: int | None
     step: int | None
     declared_by: int | None
-    """Rank whose watchdog declared it; None: the supervisor of the rank's node did."""
+    """Rank whose watchdog declared it. None: the supervisor of the rank's node did."""
     silent: list[int]
-    """Ranks whose watchdogs no longer write: their stacks are not to be expected."""
+    """Ranks whose watchdogs no longer write, so that no stacks are expected from them."""
     message: str
     time: float
     """Seconds since the epoch."""
 
     def report(self, attempt: int, stacks: str) -> TerminationReport:
-        """The report in the name of the rank that stopped. `stacks`: of its threads, empty where it could not write them."""
+        """The report in the name of the rank that stopped. stacks: of its threads; empty if it could not write them."""
         return TerminationReport(
             role=Role.TRAIN.value,
             attempt=attempt,
@@ -148,7 +150,7 @@ class Stall(BaseModel):
 
 
 def never_spoke(silent: list[int], node_rank: int, seconds: float, now: float) -> Stall:
-    """The verdict on ranks of a node that started and gave no sign of life within so many seconds."""
+    """The verdict on ranks of a node that started and gave no sign of life within `seconds`."""
     others = f", nor have ranks {', '.join(map(str, silent[1:]))}" if silent[1:] else ""
     return Stall(
         rank=silent[0],
@@ -162,28 +164,32 @@ def never_spoke(silent: list[int], node_rank: int, seconds: float, now: float) -
 
 
 def find_stall(records: Mapping[int, HeartbeatRecord], silent: Iterable[int], declared_by: int, now: float) -> Stall | None:
-    """The rank that stopped, or None where the one that the others wait for is still within its allowance.
+    """Find the rank that stopped; None if the rank that the others wait for is still within its allowance.
 
     Args:
-        records: The latest record of each rank that has written one.
-        silent: Ranks whose records no longer change, or that never wrote one.
-        declared_by: The rank that asks; it is overdue itself.
-        now: Seconds since the epoch.
+    records: The latest record of each rank that has written one.
+    silent: Ranks whose records no longer change, or that never wrote one.
+    declared_by: The rank that asks; it is overdue itself.
+    now: Seconds since the epoch.
     """
-    mute = sorted(silent)
-    if mute:
-        first = mute[0]
-        last = records.get(first)
-        said = f"its last sign was {last.what!r} at step {last.step}, at {last.at}" if last else "it never gave a sign"
-        others = f" (as do ranks {', '.join(map(str, mute[1:]))})" if mute[1:] else ""
+    silent_ranks = sorted(silent)
+    if silent_ranks:
+        first = silent_ranks[0]
+        last_record = records.get(first)
+        last_sign = (
+            f"its last sign was {last_record.what!r} at step {last_record.step}, at {last_record.at}"
+            if last_record
+            else "it never gave a sign"
+        )
+        others = f" (as do ranks {', '.join(map(str, silent_ranks[1:]))})" if silent_ranks[1:] else ""
         return Stall(
             rank=first,
-            node_rank=last.node_rank if last else None,
-            # Ranks are in step with each other, and the record of the silent one may be a turn old.
+            node_rank=last_record.node_rank if last_record else None,
+            # Ranks are in step with each other, and the record of the silent rank may be a turn old.
             step=max((record.step for record in records.values()), default=None),
             declared_by=declared_by,
-            silent=mute,
-            message=f"rank {first} gives no sign of life{others}: its process is stopped, gone or starved; {said}",
+            silent=silent_ranks,
+            message=f"rank {first} gives no sign of life{others}: its process is stopped, gone or starved; {last_sign}",
             time=now,
         )
     fewest = min(record.collectives for record in records.values())
@@ -211,7 +217,7 @@ def find_stall(records: Mapping[int, HeartbeatRecord], silent: Iterable[int], de
 
 
 def heartbeat_file_name(rank: int) -> str:
-    """File name of a rank's record, removed when the rank ends in order."""
+    """File name of a rank's record, which is removed when the rank ends normally."""
     return f"heartbeat-{rank:05d}.json"
 
 
@@ -221,12 +227,12 @@ def stacks_name(rank: int) -> str:
 
 
 def flight_recorder_name(rank: int) -> str:
-    """File name of what the collective library recorded of a rank."""
+    """File name of the collective library's records of a rank."""
     return f"collectives-{rank:05d}.json"
 
 
 def remove_traces(directory: Path, ranks: Iterable[int]) -> None:
-    """Remove what an earlier run of the same attempt left about these ranks."""
+    """Remove the traces of an earlier run of the same attempt about these ranks."""
     for rank in ranks:
         for name in (heartbeat_file_name(rank), stacks_name(rank), flight_recorder_name(rank)):
             (directory / name).unlink(missing_ok=True)
@@ -234,7 +240,7 @@ def remove_traces(directory: Path, ranks: Iterable[int]) -> None:
 
 
 def read_stall(directory: Path) -> Stall | None:
-    """The verdict, None while there is none."""
+    """Read the verdict; None if there is none yet."""
     try:
         return Stall.model_validate_json(read_own(directory / STALLED_FILE))
     except (OSError, ValidationError):
@@ -242,7 +248,7 @@ def read_stall(directory: Path) -> Stall | None:
 
 
 def read_heartbeat(path: Path) -> HeartbeatRecord | None:
-    """A rank's record, None where there is none."""
+    """Read a rank's record; None if there is none."""
     try:
         return HeartbeatRecord.model_validate_json(read_own(path))
     except (OSError, ValidationError):
@@ -250,24 +256,24 @@ def read_heartbeat(path: Path) -> HeartbeatRecord | None:
 
 
 class SilenceDetector:
-    """Notices which watchdogs have gone silent, by its own clock, so that no clocks have to agree."""
+    """Detects watchdogs that have gone silent, by its own clock, so that clocks of nodes need not agree."""
 
     def __init__(self, world_size: int, silence: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._world_size, self._silence, self._clock = world_size, silence, clock
         self._heard: dict[int, _LastTurn] = {}
 
     def silent(self, records: Mapping[int, HeartbeatRecord]) -> list[int] | None:
-        """Ranks that wrote nothing for the length of a silence; None while that cannot be said of each rank yet."""
+        """Ranks that wrote nothing for the length of a silence; None if it is too early to judge every rank."""
         now = self._clock()
         for rank in range(self._world_size):
             turn = records[rank].turn if rank in records else None
-            known = self._heard.get(rank)
-            if known is None:
+            last_turn = self._heard.get(rank)
+            if last_turn is None:
                 self._heard[rank] = _LastTurn(turn, now, is_alive=False)
-            elif known.turn != turn:
+            elif last_turn.turn != turn:
                 self._heard[rank] = _LastTurn(turn, now, is_alive=True)
-        quiet = {rank for rank, heard in self._heard.items() if now - heard.since >= self._silence}
-        if any(not heard.is_alive and rank not in quiet for rank, heard in self._heard.items()):
+        quiet = {rank for rank, last_turn in self._heard.items() if now - last_turn.since >= self._silence}
+        if any(not last_turn.is_alive and rank not in quiet for rank, last_turn in self._heard.items()):
             return None
         return sorted(quiet)
 
@@ -277,4 +283,4 @@ class _LastTurn:
     turn: int | None
     since: float
     is_alive: bool
-    """It has written since this detector began."""
+    """The watchdog has written since this detector began."""

@@ -1,6 +1,6 @@
-"""What a rank leaves for its node's supervisor before it imports or joins anything: its process id and a way to its stacks.
+"""Signs that a rank leaves for its node's supervisor before it imports or joins anything: its process id and a file for stacks.
 
-Both are files in the directory of the rank's output pipe, which is on the node: no workspace has to be there for them.
+Both are files in the directory of the rank's output pipe, which is on the node, so they do not depend on the workspace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _STACKS_BYTES = 1 << 16
 
 
 def leave_start_signs(directory: Path, local_rank: int) -> None:
-    """Say that this rank has started. From now on SIGUSR1 writes the stacks of all its threads, even where none can run.
+    """Record that this rank has started. From now on SIGUSR1 writes the stacks of all its threads, even if no thread can run
+    Python.
 
     Raises OSError.
     """
@@ -26,7 +27,7 @@ def leave_start_signs(directory: Path, local_rank: int) -> None:
 
 
 def read_started(directory: Path, ranks: range) -> dict[int, int]:
-    """The process id of each of a node's ranks that has started; `ranks`: their global numbers."""
+    """Process ids of a node's ranks that have started. ranks: their global numbers."""
     return dict(_read(directory, ranks))
 
 
@@ -37,7 +38,7 @@ def _read(directory: Path, ranks: range) -> Iterable[tuple[int, int]]:
 
 
 def start_stacks(directory: Path, local_rank: int) -> str:
-    """The stacks that this rank wrote, empty if it could not."""
+    """The stacks that this rank wrote; empty if it could not."""
     try:
         return _stacks(directory, local_rank).read_bytes()[-_STACKS_BYTES:].decode(errors="replace")
     except OSError:

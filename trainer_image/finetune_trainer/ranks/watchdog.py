@@ -1,9 +1,9 @@
 """A thread in each rank that notices when training makes no progress, has the stacks of all ranks written, and ends them.
 
-The training loop tells it by a `Heartbeat` what it has finished or begun. Collectives hang when a rank stops, so watchdogs
-communicate through small files: each keeps a record of its rank, the first to come to a verdict writes it, and all others
-find it at their next turn. An overdue rank alone gives no verdict: it may wait for one that is doing something long, such as
-the export (see stalls.py).
+The training loop reports to it through a `Heartbeat` what it has finished or begun. Collectives hang when a rank stops, so
+watchdogs communicate through small files: each keeps a record of its rank, the first to reach a verdict writes it, and all others
+find it at their next turn. An overdue rank alone is no verdict, since it may wait for a rank that is doing something long, such
+as the export (see stalls.py).
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from finetune_trainer.ranks.stalls import (
 
 log = logging.getLogger(__name__)
 FLIGHT_RECORDER_SECONDS = 10.0
-"""How long the collective library may take to write what it recorded: it may be what hangs."""
+"""Time that the collective library may take to write its records. It may itself be what hangs."""
 _STACKS_BYTES = 1 << 16
 _LIBRARIES = ("site-packages", f"python{sys.version_info.major}.{sys.version_info.minor}{os.sep}")
 _COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _INNERMOST = 6
-"""How many frames may be between a collective and the operation that it waits in."""
+"""Largest number of frames between a collective and the operation that it waits in."""
 STEP = "step"
-"""A finished optimizer step. Until the first one everything counts as long: models are loaded, kernels compiled, caches cold."""
+"""Activity of a finished optimizer step. Everything before the first step counts as long: loading, compiling, filling caches."""
 
 
 @dataclass(frozen=True)
@@ -62,25 +62,27 @@ class Beat:
     what: str
     step: int
     at: float
-    """On this process's monotonic clock."""
+    """Time on this process's monotonic clock."""
     is_long: bool
-    """What follows may take longer than a step."""
+    """Whether the next activity may take longer than a step."""
 
 
 class Heartbeat:
-    """Written by the main thread of a rank, read by its watchdog; one reference is replaced at a time, so no lock is needed."""
+    """Written by the main thread of a rank, read by its watchdog. It replaces one reference at a time, so it needs no lock."""
 
     def __init__(self) -> None:
         self.latest = Beat("start", 0, time.monotonic(), is_long=True)
         self._has_stepped = False
 
     def beat(self, what: str, step: int) -> None:
-        """`what` has been finished after optimizer step `step`: `STEP`, an evaluation batch, a save, a part of the export."""
+        """Record that `what` was finished after optimizer step `step`: `STEP`, an evaluation batch, a save, a part of the
+        export.
+        """
         self._has_stepped = self._has_stepped or what == STEP
         self.latest = Beat(what, step, time.monotonic(), is_long=not self._has_stepped)
 
     def begin(self, what: str, step: int) -> None:
-        """`what` begins and may take longer than a step: the export, a save of the whole model."""
+        """Record that `what` begins and may take longer than a step: the export, a save of the whole model."""
         self.latest = Beat(what, step, time.monotonic(), is_long=True)
 
 
@@ -95,7 +97,7 @@ class Watchdog:
         self._timeouts: StallTimeouts = stall_timeouts(context.plan.training.step_timeout_seconds)
         self._detector: SilenceDetector | None = None
         self._complete_since: float | None = None
-        """When a record of every rank was first there, on the monotonic clock."""
+        """Time at which records of all ranks were first there, on the monotonic clock."""
         self._turn = 0
         self._ended = threading.Event()
         self._main = threading.main_thread().ident
@@ -114,20 +116,20 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
             with suppress(OSError):
                 (self._directory / heartbeat_file_name(self._rank)).unlink(missing_ok=True)
-                # Fails while others are there, and where there is something to read.
+                # Fails while other ranks have files there, or traces were written.
                 self._directory.rmdir()
 
     def _watch(self) -> None:
         with suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True)
         while not self._ended.is_set():
-            # Written to the rank's log without the interpreter's lock, which a stuck extension may never give up: then this
-            # thread no longer runs, and the other ranks find this one silent.
+            # Writes to the rank's log even if a stuck extension never releases the interpreter's lock. Then this thread no longer
+            # runs, and the other ranks find this one silent.
             faulthandler.dump_traceback_later(self._timeouts.silence, file=sys.__stderr__ or sys.stderr)
             try:
                 self._look()
             except Exception:
-                # Nobody would notice the end of this thread.
+                # The end of this thread would go unnoticed.
                 log.exception("the watchdog of rank %d could not look", self._rank)
             self._ended.wait(self._timeouts.turn)
 
@@ -138,7 +140,7 @@ class Watchdog:
             try:
                 self._write(own)
             except OSError as error:
-                # A full or absent workspace must not end the watch: it may come back.
+                # A full or absent workspace may come back, so the watch goes on.
                 log.warning("the watchdog of rank %d cannot write: %s", self._rank, error)
             if not own.is_overdue:
                 self._detector = None
@@ -169,7 +171,7 @@ class Watchdog:
     def _is_overdue(self, beat: Beat, idle: float) -> bool:
         if beat.what != JOIN:
             return idle > self._timeouts.allowance(is_long=beat.is_long)
-        # Ranks of another node may start much later, and to wait for them is no failure.
+        # Ranks of another node may start much later, and waiting for them is no failure.
         if self._complete_since is None and len(list(self._directory.glob("heartbeat-*.json"))) >= self._world_size:
             self._complete_since = time.monotonic()
         return self._complete_since is not None and time.monotonic() - self._complete_since > self._timeouts.start
@@ -194,11 +196,11 @@ class Watchdog:
         silent = self._detector.silent(records)
         if silent is None:
             return None
-        found = find_stall(records, silent, self._rank, time.time())
-        return self._declare(found) if found is not None else None
+        verdict = find_stall(records, silent, self._rank, time.time())
+        return self._declare(verdict) if verdict is not None else None
 
     def _declare(self, stall: Stall) -> Stall:
-        """Make this the verdict of all ranks, or take the one that another rank made a moment earlier."""
+        """Make this the verdict of all ranks, or return the one that another rank made a moment earlier."""
         path = self._directory / STALLED_FILE
         temporary = temporary_beside(path)
         try:
@@ -207,7 +209,7 @@ class Watchdog:
         except FileExistsError:
             return read_stall(self._directory) or stall
         except OSError:
-            # Without a workspace to write to nobody else can be told; this rank ends all the same.
+            # Without a writable workspace the other ranks do not learn of it; this rank still ends.
             log.exception("the verdict could not be written")
         finally:
             with suppress(OSError):
@@ -215,7 +217,7 @@ class Watchdog:
         return stall
 
     def _end(self, stall: Stall) -> None:
-        """Write what this rank knows, wait for the other ranks to do the same, and end the process."""
+        """Write this rank's traces, wait for the other ranks to do the same, and end the process."""
         log.error("%s", stall.message)
         faulthandler.cancel_dump_traceback_later()
         try:
@@ -227,7 +229,7 @@ class Watchdog:
             self._await(expected, deadline)
             if self._rank == stall.declared_by:
                 write_rank_report(self._reports, stall.report(self._attempt, self._stacks_of(stall.rank)))
-            # The agent ends all ranks of a node once one has ended, so the first must not go before the report stands.
+            # The agent ends all ranks of a node once one has ended, so none may end before the report is written.
             self._await([self._reports / rank_report_name(stall.rank)], deadline + self._timeouts.turn)
         except Exception:
             log.exception("rank %d could not leave all that it knows", self._rank)
@@ -237,7 +239,7 @@ class Watchdog:
             os._exit(EXIT_CODES[failure])
 
     def _await(self, paths: list[Path], deadline: float) -> None:
-        # No event tells of another node's files.
+        # There are no events for files of other nodes.
         while time.monotonic() < deadline and not all(path.exists() for path in paths):
             time.sleep(0.1)
 
@@ -271,7 +273,7 @@ def main_stack(thread: int | None) -> list[traceback.FrameSummary]:
 
 
 def place_in_own_code(stack: list[traceback.FrameSummary]) -> str:
-    """`file:line in function` of the innermost frame outside of libraries; of the innermost at all where all do."""
+    """`file:line in function` of the innermost frame outside of libraries, or of the innermost frame if all are in libraries."""
     own = [frame for frame in stack if not any(part in frame.filename for part in (*_LIBRARIES, "<"))]
     if not stack:
         return "an unknown place"
@@ -280,7 +282,7 @@ def place_in_own_code(stack: list[traceback.FrameSummary]) -> str:
 
 
 def entered_collectives() -> int:
-    """How many collectives this process has entered, over all process groups; 0 before it has joined one."""
+    """Number of collectives that this process has entered, over all process groups; 0 before it has joined one."""
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if distributed is None or not distributed.is_initialized():
         return 0
@@ -292,18 +294,18 @@ def entered_collectives() -> int:
 
 
 def record_collectives(directory: Path) -> None:
-    """Have NCCL write what its recorder holds next to the stacks when it finds a timeout itself; before the group is joined."""
+    """Have NCCL write its records beside the stacks when it detects a timeout itself. Call this before joining the group."""
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(directory / "nccl-timeout-rank-"))
     os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "1")
 
 
 def flight_recorder() -> bytes:
-    """What NCCL, or gloo where there is no NCCL, recorded of the latest collectives: JSON, empty where nothing was recorded."""
+    """Records of the latest collectives by NCCL, or by gloo without NCCL, as JSON; empty if there are none."""
     library: Any = sys.modules.get("torch._C._distributed_c10d")
     distributed: Any = sys.modules.get("torch.distributed")
     if library is None or distributed is None or not distributed.is_initialized():
         return b""
-    # The library's readable form; its other one is a pickle.
+    # The library's readable form; the other one is a pickle.
     name = "_dump_nccl_trace_json" if "nccl" in str(distributed.get_backend_config()) else "_dump_fr_trace_json"
     dump: Callable[[], bytes] | None = getattr(library, name, None)
     return dump() if dump else b""

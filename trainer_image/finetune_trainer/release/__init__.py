@@ -1,1 +1,3 @@
-"""What goes with the weights: model card, provenance, checksums, and the files in the order in which a destination gets them."""
+"""The files beside the weights: model card, provenance, checksums, and the files in the order in which a destination gets
+them.
+"""

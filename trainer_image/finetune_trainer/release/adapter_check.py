@@ -1,8 +1,8 @@
-"""Checks the trained adapter before it is published: it is what was trained, PEFT finds its base, and which engines serve it.
+"""Checks of the trained adapter before it is published: it is what was trained, PEFT finds its base, and which engines serve it.
 
-Checked on headers and settings: its bytes are proven by their digests, and its values were finite when they were written. The
-rules are those of vLLM, read in 0.22 to 0.33 (vllm/lora/peft_helper.py, lora_model.py, model_manager.py, utils.py,
-vllm/config/lora.py), and of llama.cpp (convert_lora_to_gguf.py, src/llama-adapter.h).
+Only headers and settings are checked: digests prove its bytes, and its values were finite when they were written. The rules are
+those of vLLM, read in 0.22 to 0.33 (vllm/lora/peft_helper.py, lora_model.py, model_manager.py, utils.py, vllm/config/lora.py),
+and of llama.cpp (convert_lora_to_gguf.py, src/llama-adapter.h).
 """
 
 from __future__ import annotations
@@ -25,43 +25,44 @@ from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, 
 from finetune_trainer.weights.rounding import READ_DTYPES
 
 TENSORS_KEY = "tensors"
-"""In the manifest of a trained adapter: element type and shape by name, as training knew them."""
+"""Key in the manifest of a trained adapter: element type and shape by name, as in training."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that --max-lora-rank takes."""
+"""Values that --max-lora-rank accepts."""
 PEFT_PREFIX = "base_model."
-"""How every stored name of a PeftModel begins; names of one module's tensors continue with `model.`."""
+"""Prefix of every stored name of a PeftModel; names of one module's tensors continue with `model.`."""
 _FACTOR = re.compile(r"base_model\.model\.(?P<module>.+)\.(lora_(?P<side>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))")
 _SHOWN = 3
 _HINT = "delete it and train again: training resumes from the last checkpoint"
 
 
 def tensor_descriptions(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
-    """What the manifest says of tensors by name."""
+    """The manifest's entries for tensors, by name."""
     names = {dtype: name for name, dtype in READ_DTYPES.items()}
     return {name: {"dtype": names[tensor.dtype], "shape": list(tensor.shape)} for name, tensor in sorted(tensors.items())}
 
 
 def check_adapter(directory: Path, plan: RunPlan, base_model: Path) -> ServingReport:
-    """Names, shapes and element types are those that were trained, and PEFT finds the base; what engines make of it.
+    """Check that names, shapes and element types are those of training, and that PEFT finds the base; returns how engines serve
+    it.
 
     Raises CheckpointError, BrokenCheckpointError.
     """
     header = read_header(directory / ADAPTER_FILE)
-    found = {tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in header}
+    stored = {tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in header}
     settings = json.loads(read_own(directory / ADAPTER_CONFIG_FILE))
     trained = json.loads(read_own(directory / MANIFEST_FILE)).get(TENSORS_KEY, {})
-    wrong = sorted(name for name in {*found, *trained} if found.get(name) != trained.get(name))
-    if wrong or not found:
+    wrong = sorted(name for name in {*stored, *trained} if stored.get(name) != trained.get(name))
+    if wrong or not stored:
         raise CheckpointError(
-            f"{directory / ADAPTER_FILE}: holds {len(found)} tensors, {len(trained)} were trained; first that differ: "
+            f"{directory / ADAPTER_FILE}: holds {len(stored)} tensors, {len(trained)} were trained; first that differ: "
             f"{wrong[:3]}",
             _HINT,
         )
-    if strange := sorted(name for name in found if not name.startswith(PEFT_PREFIX)):
+    if strange := sorted(name for name in stored if not name.startswith(PEFT_PREFIX)):
         raise CheckpointError(
             f"{directory / ADAPTER_FILE}: PEFT would not find {strange[:3]}: names begin with {PEFT_PREFIX}", _HINT
         )
-    # Releases that did not ask config.json have written the plan's name.
+    # Releases that did not read config.json have written the plan's name.
     names = dict.fromkeys((base_name(plan.model.name, base_model), plan.model.name))
     expected: dict[str, list[str | None]] = {"base_model_name_or_path": [*names], "revision": [plan.model.revision]}
     for key, allowed in expected.items():
@@ -78,11 +79,11 @@ class ServingReport:
     """Whether vLLM loads the adapter and computes what was trained."""
 
     reasons: tuple[str, ...]
-    """Why it does not; empty: it does."""
+    """Reasons why it does not; empty if it does."""
     max_lora_rank: int | None
-    """What --max-lora-rank must be at least; None where it is not served."""
+    """Smallest --max-lora-rank; None if vLLM does not serve the adapter."""
     notes: tuple[str, ...] = ()
-    """What it depends on besides."""
+    """Further conditions."""
     is_for_llama_cpp: bool = False
     """Whether llama.cpp's script converts it into a file that computes what was trained."""
 
@@ -98,7 +99,9 @@ class ServingReport:
 
 
 def serving_report(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ServingReport:
-    """`settings`: adapter_config.json; `shapes`: of the tensors of adapter_model.safetensors by their names."""
+    """How engines serve an adapter. settings: adapter_config.json. shapes: of the tensors of adapter_model.safetensors by
+    name.
+    """
     if settings.get("peft_type") != "LORA":
         return ServingReport((f"it takes LoRA alone, and this is {settings.get('peft_type')}",), None)
     ranks = _ranks(shapes)
@@ -114,62 +117,66 @@ def serving_report(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, 
 
 
 def _features(settings: Mapping[str, Any]) -> list[str]:
-    found = []
+    reasons = []
     if settings.get("use_dora"):
-        found.append("it has no DoRA")
+        reasons.append("it has no DoRA")
     if settings.get("modules_to_save"):
-        found.append(f"it replaces no whole modules, and modules_to_save names {', '.join(settings['modules_to_save'])}")
+        reasons.append(f"it replaces no whole modules, and modules_to_save names {', '.join(settings['modules_to_save'])}")
     if settings.get("bias", "none") != "none":
-        found.append(f"it takes no biases, and bias is {settings['bias']}")
+        reasons.append(f"it takes no biases, and bias is {settings['bias']}")
     if parameters := settings.get("target_parameters"):
-        # For joined weights of experts vLLM guesses their layout in models of which it does not know it; llama.cpp's script finds
-        # no layer of that name.
+        # For joined weights of experts vLLM guesses the layout in models that it does not know; llama.cpp's script finds no layer
+        # of that name.
         named = ", ".join(parameters)
-        found.append(f"what it makes of adapters of parameters depends on the model, and target_parameters names {named}")
-    return found
+        reasons.append(f"what it makes of adapters of parameters depends on the model, and target_parameters names {named}")
+    return reasons
 
 
 def _names(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     matches = {name: _FACTOR.fullmatch(name) for name in shapes}
     unknown = sorted(name for name, match in matches.items() if match is None and not name.endswith("lora_magnitude_vector"))
-    found = []
+    reasons = []
     if unknown:
         more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
-        found.append(f"it knows no tensors called {', '.join(unknown[:_SHOWN])}{more}")
+        reasons.append(f"it knows no tensors called {', '.join(unknown[:_SHOWN])}{more}")
     sides: dict[str, set[str]] = {}
     for match in matches.values():
         if match is not None:
             sides.setdefault(match["module"], set()).add(match["side"] or match["embedding"])
     alone = sorted(module for module, both in sides.items() if len(both) == 1)
     if alone:
-        found.append(f"{alone[0]} has one of lora_A and lora_B alone")
-    return found
+        reasons.append(f"{alone[0]} has one of lora_A and lora_B alone")
+    return reasons
 
 
 def _ranks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Rank by module: rows of A."""
+    """Rank by module: the number of rows of A."""
     matches = ((match, shape) for name, shape in shapes.items() if (match := _FACTOR.fullmatch(name)) is not None)
     return {match["module"]: shape[0] for match, shape in matches if "A" in (match["side"], match["embedding"]) and shape}
 
 
 def _scaling(settings: Mapping[str, Any], ranks: Mapping[str, int]) -> list[str]:
-    """Until 0.31 vLLM scaled every module by lora_alpha and r of the settings, whatever the patterns say."""
+    """Note if modules have different scales. Until 0.31 vLLM scaled every module by lora_alpha and r of the settings, whatever
+    the patterns.
+    """
     common = settings["lora_alpha"] / _root(settings)(settings["r"])
     for module, scale in _scales(settings, ranks).items():
         if not math.isclose(scale, common):
-            told = f"rank_pattern or alpha_pattern make the scale {scale:g} for {module} and {common:g} elsewhere"
-            return [f"{told}: take vLLM 0.32 or later"]
+            difference = f"rank_pattern or alpha_pattern make the scale {scale:g} for {module} and {common:g} elsewhere"
+            return [f"{difference}: take vLLM 0.32 or later"]
     return []
 
 
 def _is_scaled_by_own_ranks(settings: Mapping[str, Any], ranks: Mapping[str, int]) -> bool:
-    """llama.cpp scales every module by lora_alpha over the module's rank; its files say nothing else."""
+    """Whether llama.cpp scales rightly. It scales every module by lora_alpha over the module's rank; its files have nothing
+    else.
+    """
     scales = _scales(settings, ranks)
     return all(math.isclose(scale, settings["lora_alpha"] / ranks[module]) for module, scale in scales.items())
 
 
 def _scales(settings: Mapping[str, Any], ranks: Mapping[str, int]) -> dict[str, float]:
-    """By module, what PEFT multiplies the product of its factors by."""
+    """The factor, by module, with which PEFT multiplies the product of factors."""
     alphas, root = settings.get("alpha_pattern") or {}, _root(settings)
     return {module: _first_match(alphas, module, settings["lora_alpha"]) / root(rank) for module, rank in ranks.items()}
 
@@ -179,12 +186,12 @@ def _root(settings: Mapping[str, Any]) -> Callable[[float], float]:
 
 
 def _first_match(pattern: Mapping[str, int], module: str, otherwise: int) -> int:
-    """As PEFT looks settings up by the end of a module's name."""
+    """The value for a module, which PEFT looks up by the end of the module's name."""
     return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
 
 
 def _notes(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    found = ["vLLM's class of the base model must take adapters on every module that this adapter changes"]
+    notes = ["vLLM's class of the base model must take adapters on every module that this adapter changes"]
     if any("lora_embedding_" in name for name in shapes):
-        found.append("vLLM takes an adapter on an embedding only if its class of the base model names the embedding modules")
-    return found
+        notes.append("vLLM takes an adapter on an embedding only if its class of the base model names the embedding modules")
+    return notes

@@ -1,4 +1,4 @@
-"""README.md: the model card, from what is known of the run. Front matter as the Hub reads it, then text for people.
+"""README.md: the model card, from the facts of the run. Front matter as the Hub reads it, then text for people.
 
 Names that users choose are in code spans and YAML scalars, so that none of them is taken for markup.
 """
@@ -71,24 +71,26 @@ def adapter_card(facts: RunFacts) -> str:
 
 
 def front_matter(facts: RunFacts, *, is_adapter: bool) -> dict[str, Any]:
-    """What the Hub reads. It refuses models, data sets and licences that it does not know, so only its own names are in it."""
+    """Front matter for the Hub. The Hub refuses models, data sets and licences that it does not know, so it contains only the
+    Hub's names.
+    """
     plan = facts.plan
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if re.match(HUB_NAME_PATTERN, plan.model.name):
-        found["base_model"] = plan.model.name
-        found["base_model_relation"] = "adapter" if is_adapter else "finetune"
-    found["library_name"] = "peft" if is_adapter else "transformers"
-    found["pipeline_tag"] = "text-generation"
+        fields["base_model"] = plan.model.name
+        fields["base_model_relation"] = "adapter" if is_adapter else "finetune"
+    fields["library_name"] = "peft" if is_adapter else "transformers"
+    fields["pipeline_tag"] = "text-generation"
     if facts.licence.identifier:
-        found["license"] = facts.licence.identifier
+        fields["license"] = facts.licence.identifier
         if facts.licence.identifier == OTHER_LICENCE:
-            found |= {
+            fields |= {
                 key: value for key, value in (("license_name", facts.licence.name), ("license_link", facts.licence.link)) if value
             }
     if datasets := _hub_datasets(plan):
-        found["datasets"] = datasets
-    found["tags"] = [MANAGED_BY, plan.method.type.value.lower()]
-    return found
+        fields["datasets"] = datasets
+    fields["tags"] = [MANAGED_BY, plan.method.type.value.lower()]
+    return fields
 
 
 def _front_matter(facts: RunFacts, *, is_adapter: bool) -> list[str]:
@@ -99,7 +101,7 @@ def _front_matter(facts: RunFacts, *, is_adapter: bool) -> list[str]:
 def _hub_datasets(plan: RunPlan) -> list[str]:
     held_out = [plan.data.validation] if plan.data.validation is not None else []
     locations = [parse_source(source.source) for source in (*plan.data.train, *held_out)]
-    return sorted({each.repository for each in locations if isinstance(each, HubPath) and each.is_dataset})
+    return sorted({location.repository for location in locations if isinstance(location, HubPath) and location.is_dataset})
 
 
 def _what(facts: RunFacts) -> list[str]:
@@ -174,7 +176,7 @@ def _load_adapter(facts: RunFacts) -> list[str]:
 
 
 def _resized(facts: RunFacts) -> str:
-    """AutoPeftModel sees from the adapter's tokenizer that the base needs more rows; PeftModel does not."""
+    """AutoPeftModel learns from the adapter's tokenizer that the base needs more rows; PeftModel does not."""
     added = facts.added
     return f"base.resize_token_embeddings({added.num_rows})\n" if added is not None and added.has_more_rows else ""
 

@@ -1,4 +1,4 @@
-"""The parts of the model card that tell of the run, one function each; an empty list leaves the part out."""
+"""The sections of the model card about the run, one function each; an empty list leaves the section out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BASES = {MergeBase.ORIGINAL: "as it is stored", MergeBase.DEQUANTIZED: "as it w
 
 
 def added_tokens(facts: RunFacts) -> list[str]:
-    """What the tokenizer knows that the base's does not."""
+    """Tokens that the tokenizer knows and the base's does not."""
     if facts.added is None:
         return []
     rows = [
@@ -30,7 +30,7 @@ def added_tokens(facts: RunFacts) -> list[str]:
     note = "The tokenizer that comes with the model knows them; the base's does not."
     stops = [str(number) for token, number in zip(facts.added.tokens, facts.added.ids, strict=True) if token.stop]
     if stops and facts.layout.has_adapter:
-        # An adapter brings no generation_config.json.
+        # An adapter has no generation_config.json.
         note += f" Turns end with {' or '.join(stops)}: with the adapter, add it to the `eos_token_id` that `generate` is given."
     return [*table(("token", "id", "special"), rows), "", note]
 
@@ -66,7 +66,7 @@ def _digests(source: DataSource) -> list[str]:
 
 
 def settings(facts: RunFacts) -> list[str]:
-    """What was chosen, as the plan has it."""
+    """Settings as the plan has them."""
     return table(("setting", "value"), [(code(name), code(value)) for name, value in chosen_settings(facts.plan)])
 
 
@@ -97,7 +97,7 @@ def chosen_settings(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _without_unset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Zeros are settings; what was left open or switched off is not worth a line."""
+    """Settings without those that were left open or switched off; zeros are kept."""
     return {name: value for name, value in values.items() if value is not None and value is not False and value not in ({}, [])}
 
 
@@ -110,7 +110,7 @@ def _value(value: Any) -> str:
 
 
 def training(facts: RunFacts) -> list[str]:
-    """How far it went, and the curves."""
+    """Extent of the training, and the curves."""
     history = facts.history
     last = history.points[-1].step if history.points else facts.trained_step
     exported = "" if last == facts.trained_step else f" The weights are those after step {facts.trained_step}."
@@ -134,7 +134,7 @@ def training(facts: RunFacts) -> list[str]:
 
 
 def evaluation(facts: RunFacts) -> list[str]:
-    """Held-out loss: of the base, the best and the last."""
+    """Held-out loss of the base, the best and the last step."""
     evaluations = facts.history.evaluations
     if not evaluations:
         return ["Nothing was held out."] if facts.plan.data.validation is None else []
@@ -166,7 +166,7 @@ def verification(facts: RunFacts) -> list[str]:
 
 
 def verification_rows(report: VerificationReport) -> list[tuple[str, str, str]]:
-    """Figure, what was measured, and its threshold; none if logits were not compared."""
+    """Figure, measured value, and its threshold; none if logits were not compared."""
     logits, gate = report.logits, report.gate
     if logits is None or gate is None:
         return []
@@ -190,7 +190,7 @@ def verification_rows(report: VerificationReport) -> list[tuple[str, str, str]]:
 
 
 def provenance(facts: RunFacts) -> list[str]:
-    """What proves where this comes from."""
+    """Facts that prove the origin of the release."""
     plan = facts.plan
     rows = [("job", code(f"{plan.job.namespace}/{plan.job.name}")), ("job uid", code(plan.job.uid))]
     rows += [("base model", code(facts.base_source)), ("base revision", code(plan.model.revision or "none"))]
@@ -206,15 +206,19 @@ def provenance(facts: RunFacts) -> list[str]:
 
 def licence(facts: RunFacts) -> list[str]:
     """The base model's licence, which still applies."""
-    found = facts.licence
-    if not found.is_known:
+    base_licence = facts.licence
+    if not base_licence.is_known:
         return [f"{code(facts.base_source)} states no licence in its files. Ask its owner before you pass this model on."]
-    named = found.identifier or "the terms in its files"
-    lines = [f"This is a derivative of {code(facts.base_source)}, whose licence still applies: {code(found.name or named)}."]
-    if found.link:
-        lines.append(f"Its terms: {code(found.link)}.")
-    if found.files:
-        lines.append(f"Files with terms of the base: {', '.join(code(name) for name in found.files[:_SHOWN_LICENCE_FILES])}.")
+    named = base_licence.identifier or "the terms in its files"
+    lines = [
+        f"This is a derivative of {code(facts.base_source)}, whose licence still applies: {code(base_licence.name or named)}."
+    ]
+    if base_licence.link:
+        lines.append(f"Its terms: {code(base_licence.link)}.")
+    if base_licence.files:
+        lines.append(
+            f"Files with terms of the base: {', '.join(code(name) for name in base_licence.files[:_SHOWN_LICENCE_FILES])}."
+        )
     return lines
 
 

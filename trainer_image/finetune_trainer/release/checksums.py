@@ -1,8 +1,8 @@
 """The list of a release: SHA256SUMS over everything, with the names at the destination, and the release that it describes.
 
-The digests of weights come from the manifests that were written with them, so that no weight is read a second time; the sender
-of a file proves it and refuses one that differs. Whoever can write to the claim can write this list, too, and the pod that reads
-it holds credentials: so its names stay below the results, and no link is followed.
+The digests of weights come from the manifests that were written with them, so that no weight is read a second time; the sender of
+a file proves it and refuses one that differs. Whoever can write to the claim can also write this list, and the pod that reads it
+holds credentials: so its names must stay below the results, and no link is followed.
 """
 
 from __future__ import annotations
@@ -50,32 +50,32 @@ def checksum_lines(sha256_of: Mapping[str, str]) -> str:
 
 
 def parse_checksums(text: str) -> dict[str, str] | None:
-    """Digests by name; None where the text is nothing that `checksum_lines` makes, or cut off."""
+    """Digests by name; None if the text is cut off or was not made by `checksum_lines`."""
     if not text.endswith("\n"):
         return None
     matches = [_LINE.fullmatch(line) for line in text.removesuffix("\n").split("\n")]
-    found = {match[2]: match[1] for match in matches if match is not None}
-    return found if len(found) == len(matches) and found else None
+    digests = {match[2]: match[1] for match in matches if match is not None}
+    return digests if len(digests) == len(matches) and digests else None
 
 
 def hashed_weights(output: OutputLayout, layout: ReleaseLayout) -> dict[str, str]:
-    """Digest by name in the results, of every file of weights. Raises CheckpointError for an unreadable manifest."""
+    """Digest of every file of weights by its name in the results. Raises CheckpointError for an unreadable manifest."""
     return _hashed(output, layout, f"*{WEIGHT_SUFFIX}")
 
 
 def _hashed(output: OutputLayout, layout: ReleaseLayout, pattern: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for directory in layout.directories:
         known = _known_digests(output.root / directory / MANIFEST_FILE)
         for path in sorted((output.root / directory).rglob(pattern)):
             if path.is_symlink() or not path.is_dir():
                 name = path.relative_to(output.root / directory).as_posix()
-                found[f"{directory}/{name}"] = _sha256(output, f"{directory}/{name}", known.get(name))
-    return found
+                digests[f"{directory}/{name}"] = _sha256(output, f"{directory}/{name}", known.get(name))
+    return digests
 
 
 def _sha256(output: OutputLayout, name: str, known: str | None = None) -> str:
-    """Of one of the results. Raises CheckpointError if it is a link or no file: somebody else has put it there."""
+    """Digest of one of the results. Raises CheckpointError if it is a link or no file, which something else has put there."""
     try:
         with open_beneath(output.root, name):
             return known or sha256_beneath(output.root, name)
@@ -84,16 +84,16 @@ def _sha256(output: OutputLayout, name: str, known: str | None = None) -> str:
 
 
 def _hashed_files(output: OutputLayout, layout: ReleaseLayout) -> dict[str, str]:
-    """Digest by name in the results, of every file that is published. Raises CheckpointError for an unreadable manifest."""
-    found = _hashed(output, layout, "*")
+    """Digest of every published file by its name in the results. Raises CheckpointError for an unreadable manifest."""
+    digests = _hashed(output, layout, "*")
     for name in BESIDE:
         if os.path.lexists(output.root / name):
-            found[name] = _sha256(output, name)
-    return found
+            digests[name] = _sha256(output, name)
+    return digests
 
 
 def _known_digests(manifest: Path) -> dict[str, str]:
-    """Of the weights alone: they are large, and everything else is hashed as it is."""
+    """Digests of the weights alone. They are large; everything else is hashed again."""
     try:
         listed = json.loads(read_own(manifest))["files"]
         # The trainer lists its files by name, the merge as a list.
@@ -107,10 +107,10 @@ def _known_digests(manifest: Path) -> dict[str, str]:
 
 def write_checksums(output: OutputLayout, layout: ReleaseLayout) -> None:
     """Write SHA256SUMS, the last file of the results. Raises CheckpointError if two files have one name."""
-    found = _hashed_files(output, layout)
-    named = {layout.at_destination(local): sha256 for local, sha256 in found.items()}
-    if len(named) != len(found):
-        taken = [layout.at_destination(local) for local in found]
+    digests = _hashed_files(output, layout)
+    named = {layout.at_destination(local): sha256 for local, sha256 in digests.items()}
+    if len(named) != len(digests):
+        taken = [layout.at_destination(local) for local in digests]
         twice = sorted({name for name in taken if taken.count(name) > 1})
         raise CheckpointError(f"{output.root}: two results would have one name at the destination: {twice}", "remove one of them")
     content = checksum_lines(named).encode()
@@ -119,14 +119,14 @@ def write_checksums(output: OutputLayout, layout: ReleaseLayout) -> None:
 
 
 def remove_checksums(output: OutputLayout) -> None:
-    """Take away what says that the results are complete, before anything of them changes."""
+    """Remove the mark that the results are complete, before any of them changes."""
     if os.path.lexists(output.checksums):
         output.checksums.unlink()
         sync_directory(output.root)
 
 
 def checksums_match(output: OutputLayout, layout: ReleaseLayout, digests: Mapping[str, str]) -> bool:
-    """Whether the results are complete and hold these files of these digests, both by names in the results."""
+    """Whether the results are complete and hold these files with these digests, by their names in the results."""
     try:
         listed = parse_checksums(read_own(output.checksums).decode())
     except (OSError, ValueError):
@@ -137,7 +137,7 @@ def checksums_match(output: OutputLayout, layout: ReleaseLayout, digests: Mappin
 def read_release(context: RunContext) -> Release:
     """The complete results of this run, in the order of publishing. Reads sizes, no weights.
 
-    Raises CheckpointError if they are not complete, or hold what no merge has written.
+    Raises CheckpointError if they are not complete, or hold something that no merge has written.
     """
     output, layout = context.output, release_layout(context.plan)
     claim = context.claims_root / context.plan.output.claim
@@ -161,7 +161,7 @@ def read_release(context: RunContext) -> Release:
 
 
 def _release_file(output: OutputLayout, claim: Path, local: str, name: str, sha256: str) -> ReleaseFile:
-    """`local`: name in the results."""
+    """local: name in the results."""
     parts = PurePosixPath(local).parts
     if PurePosixPath(local).as_posix() != local or not set(parts).isdisjoint(("/", "..", ".")):
         raise CheckpointError(
@@ -185,12 +185,12 @@ def _release_file(output: OutputLayout, claim: Path, local: str, name: str, sha2
 
 
 def _order(file: ReleaseFile) -> tuple[bool, bool, str]:
-    """Weights first, the model card last."""
+    """Sort key: weights first, the model card last."""
     return not file.name.endswith(WEIGHT_SUFFIX), file.name == CARD, file.name
 
 
 def release_facts(context: RunContext) -> dict[str, str]:
-    """What annotations and commit messages say of a release."""
+    """Facts about a release for annotations and commit messages."""
     plan = context.plan
     facts = {
         "job": f"{plan.job.namespace}/{plan.job.name}",

@@ -1,4 +1,4 @@
-"""Commands that fetch, load and serve what was published, each one line for a shell; shared by the model card and the report.
+"""Commands that fetch, load and serve what was published, each one line for a shell; the model card and the report share them.
 
 Directories in them are relative to a local copy of the results. Names that users choose are quoted.
 """
@@ -14,23 +14,23 @@ from finetune_trainer.release.files import ADAPTER, MERGED
 
 
 def address(facts: RunFacts, part: str) -> str:
-    """What loaders are given: the repository on the Hub, or a directory below the one with these files."""
+    """Address for loaders: the repository on the Hub, or a directory below the one with these files."""
     return hub_repository(facts, part) or local_directory(facts, part)
 
 
 def local_directory(facts: RunFacts, part: str) -> str:
-    """Of one of the results, in a local copy of what was published."""
+    """Directory of one of the results, in a local copy of what was published."""
     return "." if facts.layout.top == part else f"./{part}"
 
 
 def base_address(facts: RunFacts) -> str:
-    """What loaders are given for the base: its name on the Hub, or a directory where the reader has put it."""
+    """Address of the base for loaders: its name on the Hub, or a directory where the reader has put it."""
     name = facts.plan.model.name
     return name if re.match(HUB_NAME_PATTERN, name) else "./base"
 
 
 def hub_repository(facts: RunFacts, part: str) -> str | None:
-    """The repository on the Hub that has this result at its top; None: results go elsewhere."""
+    """The repository on the Hub that has this result at its top; None if results go elsewhere."""
     destination = None if facts.plan.publish is None else parse_destination(facts.plan.publish.destination)
     if not isinstance(destination, HubPath):
         return None
@@ -38,7 +38,7 @@ def hub_repository(facts: RunFacts, part: str) -> str | None:
 
 
 def copy_command(facts: RunFacts) -> str | None:
-    """Makes a local copy of what was published; None: it is on a claim."""
+    """Command for a local copy of what was published; None if it is on a claim."""
     if facts.plan.publish is None:
         return None
     destination = parse_destination(facts.plan.publish.destination)
@@ -53,14 +53,14 @@ def copy_command(facts: RunFacts) -> str | None:
 
 
 def serve_merged(facts: RunFacts) -> str:
-    """The merged, or wholly trained, model with vLLM."""
+    """Command that serves the merged, or wholly trained, model with vLLM."""
     return f"vllm serve {quoted(address(facts, MERGED))}"
 
 
 def serve_adapter(facts: RunFacts, separator: str = " ") -> str | None:
-    """The adapter on its base with vLLM, from the Hub or a local copy; None if vLLM does not serve it as it is.
+    """Command that serves the adapter on its base with vLLM; None if vLLM does not serve it as it is.
 
-    separator: of two lines.
+    The adapter comes from the Hub or a local copy. separator: of two lines.
     """
     if facts.serving is None or not facts.serving.is_served:
         return None
@@ -70,13 +70,16 @@ def serve_adapter(facts: RunFacts, separator: str = " ") -> str | None:
 
 
 def convert_merged(facts: RunFacts) -> str:
-    """The merged model into a file of llama.cpp, with the script of its source tree, from a local copy."""
+    """Command that converts the merged model to a file of llama.cpp, with the script of its source tree, from a local copy."""
     outfile = quoted(f"{facts.plan.job.name}.gguf")
     return f"python convert_hf_to_gguf.py {quoted(local_directory(facts, MERGED))} --outfile {outfile}"
 
 
 def convert_adapter(facts: RunFacts) -> str | None:
-    """The adapter for llama.cpp's --lora, with a copy of the base in ./base; None if it would compute something else there."""
+    """Command that converts the adapter for llama.cpp's --lora; None if it would compute something else there.
+
+    A copy of the base is in ./base.
+    """
     if facts.serving is None or not facts.serving.is_for_llama_cpp:
         return None
     outfile = quoted(f"{facts.plan.job.name}-lora.gguf")

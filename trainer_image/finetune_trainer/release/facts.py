@@ -1,4 +1,6 @@
-"""What is known of a run when its results are described, read from the workspace. Times are left out: equal runs, equal bytes."""
+"""Facts of a run for the description of its results, read from the workspace. Times are left out, so that equal runs give equal
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,18 @@ if TYPE_CHECKING:
     from finetune_trainer.verify.report import VerificationReport
 
 CURVE_WIDTH = 60
-"""Most characters of a curve."""
+"""Largest number of characters of a curve."""
 TABLE_ROWS = 12
-"""Most rows of the table."""
+"""Largest number of rows of the table."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of records, proven when it was prepared."""
+    """A file of records, verified when it was prepared."""
 
     name: str
-    """Below the source; empty where the source is the file."""
+    """Path below the source; empty if the source is the file."""
     sha256: str
 
 
@@ -49,57 +51,57 @@ class DataSource:
 
     split: str
     source: str
-    """As the user wrote it."""
+    """The source as the user wrote it."""
     revision: str | None
-    """Commit, of `hf://` sources."""
+    """Commit of `hf://` sources."""
     weight: float
     files: tuple[SourceFile, ...]
     counts: Mapping[str, Any]
-    """As DatasetFacts names them; empty where preparation kept none."""
+    """Counts with the names of DatasetFacts; empty if preparation kept none."""
 
 
 @dataclass(frozen=True)
 class AttemptFacts:
-    """One attempt at training, by its own records."""
+    """One attempt at training, from its own records."""
 
     number: int
     first_step: int
-    """It continued after this one."""
+    """Step after which it continued."""
     last_step: int
-    """By its last record."""
+    """Step of its last record."""
     world_size: int | None
     device: str | None
-    """`cpu`, or the name of a GPU; like the ranks None if the release that trained recorded neither."""
+    """`cpu`, or the name of a GPU. Like the ranks it is None if the release that trained did not record it."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Everything that the model card and the provenance say."""
+    """Everything in the model card and the provenance."""
 
     plan: RunPlan
     plan_sha256: str
     learning_sha256: str
     layout: ReleaseLayout
     base_source: str
-    """Where the base came from, as the user wrote it."""
+    """Origin of the base, as the user wrote it."""
     model_digest: str | None
-    """SHA-256 over configuration, index, headers and file sizes of the base model; None where preflight left no report."""
+    """SHA-256 over configuration, index, headers and file sizes of the base model; None if preflight left no report."""
     licence: Licence
     data_hash: str
     sources: tuple[DataSource, ...]
     splits: Mapping[str, Mapping[str, Any]]
-    """Counts of each split, as SplitFacts names them."""
+    """Counts of each split, with the names of SplitFacts."""
     history: TrainingHistory
     trained_step: int
     """Optimizer step whose weights were exported."""
     verification: VerificationReport | None
-    """None where nothing was merged."""
+    """None if nothing was merged."""
     serving: ServingReport | None
     """None without an adapter."""
     added: AddedTokens | None = None
     """Tokens that the base does not have."""
     attempts: tuple[AttemptFacts, ...] = ()
-    """Of training, in their order."""
+    """Attempts at training, in their order."""
 
 
 def run_facts(
@@ -109,7 +111,7 @@ def run_facts(
     verification: VerificationReport | None,
     serving: ServingReport | None,
 ) -> RunFacts:
-    """Read what is not given. Raises OSError, PreparedDataError, ModelError."""
+    """Read the facts that are not given. Raises OSError, PreparedDataError, ModelError."""
     plan, workspace = context.plan, context.workspace
     prepared = read_manifest(workspace.prepared)
     lines = read_own(workspace.history).decode(errors="replace") if workspace.history.is_file() else ""
@@ -136,7 +138,7 @@ def run_facts(
 
 
 def attempt_facts(accounts: Path) -> tuple[AttemptFacts, ...]:
-    """What the file says; none without it. Raises OSError."""
+    """Attempts from the file; none without it. Raises OSError."""
     text = read_own(accounts).decode(errors="replace") if accounts.is_file() else ""
     return tuple(
         AttemptFacts(start.attempt, start.step, last.step, start.world_size, start.device)
@@ -145,17 +147,17 @@ def attempt_facts(accounts: Path) -> tuple[AttemptFacts, ...]:
 
 
 def _sources(plan: RunPlan, prepared: Mapping[str, Any], fetched: Mapping[ClaimPath, FetchItem]) -> tuple[DataSource, ...]:
-    """The plan's sources, with what preparation found in them, in its order."""
+    """The plan's sources in its order, with preparation's counts."""
     planned = [(TRAIN, source) for source in plan.data.train]
     planned += [(VALIDATION, plan.data.validation)] if plan.data.validation is not None else []
     read = prepared.get("inputs", {}).get("sources", [])
     counts = prepared.get("datasets", [])
-    found = []
+    data_sources = []
     for number, (split, source) in enumerate(planned):
         files = read[number]["files"] if number < len(read) else []
-        # Of a single file preparation keeps the ending alone.
+        # Of a single file, preparation keeps only the suffix.
         named = [SourceFile("" if len(files) == 1 and name.startswith(".") else name, sha256) for name, sha256 in files]
-        found.append(
+        data_sources.append(
             DataSource(
                 split=split,
                 source=source.source,
@@ -165,7 +167,7 @@ def _sources(plan: RunPlan, prepared: Mapping[str, Any], fetched: Mapping[ClaimP
                 counts=counts[number] if number < len(counts) else {},
             )
         )
-    return tuple(found)
+    return tuple(data_sources)
 
 
 @dataclass(frozen=True)
@@ -176,45 +178,45 @@ class Point:
     loss: float | None
     """Mean over the supervised tokens of the step; None before the first."""
     eval_loss: float | None
-    """Mean over the supervised held-out tokens; None where nothing was held out or evaluated."""
+    """Mean over the supervised held-out tokens; None if nothing was held out or evaluated."""
     learning_rate: float | None = None
     gradient_norm: float | None = None
-    """Of all trainable parameters, before clipping."""
+    """Norm of the gradients of all trainable parameters, before clipping."""
     tokens_per_second: float | None = None
-    """Of documents, over all ranks."""
+    """Tokens of documents, over all ranks."""
 
 
 @dataclass(frozen=True)
 class TrainingHistory:
-    """What the history file says of the run."""
+    """Content of the run's history file."""
 
     points: tuple[Point, ...]
     tokens: int
     supervised_tokens: int
     peak_memory_bytes: int | None = None
-    """Most that a rank has used, of its device or resident on the CPU; None where no step has measured it."""
+    """Peak memory of a rank, of its device or resident on the CPU; None if no step has measured it."""
     calculated_tokens_per_second: float | None = None
-    """By the planner for the device of the latest attempt; None where it does not know it."""
+    """The planner's figure for the device of the latest attempt; None if it does not know the device."""
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of the median step."""
+        """Tokens per second of the median step."""
         rates = [point.tokens_per_second for point in self.points if point.tokens_per_second is not None]
         return statistics.median(rates) if rates else None
 
     @property
     def evaluations(self) -> list[tuple[int, float]]:
-        """Step and held-out loss."""
+        """Step and held-out loss of each evaluation."""
         return [(point.step, point.eval_loss) for point in self.points if point.eval_loss is not None]
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """Step and training loss."""
+        """Step and training loss of each step."""
         return [(point.step, point.loss) for point in self.points if point.loss is not None]
 
 
 def training_history(lines: Sequence[Mapping[str, Any]]) -> TrainingHistory:
-    """The last line of a step counts: a run that went back has written it again."""
+    """The history in the lines. The last line of a step counts, since a run that went back has written it again."""
     by_step = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
     kept = [by_step[step] for step in sorted(by_step)]
     values = ("loss", "eval_loss", "learning_rate", "gradient_norm", "tokens_per_second")
@@ -231,11 +233,11 @@ def training_history(lines: Sequence[Mapping[str, Any]]) -> TrainingHistory:
 
 def _number(value: object) -> float | None:
     try:
-        found = float(value) if isinstance(value, int | float) else math.inf
-    except OverflowError:  # a whole number beyond all others
+        number = float(value) if isinstance(value, int | float) else math.inf
+    except OverflowError:  # a very large integer
         return None
-    # The trainer writes no others.
-    return found if math.isfinite(found) else None
+    # The trainer writes only finite numbers.
+    return number if math.isfinite(number) else None
 
 
 def _sum(lines: Sequence[Mapping[str, Any]], name: str) -> int:
@@ -243,7 +245,7 @@ def _sum(lines: Sequence[Mapping[str, Any]], name: str) -> int:
 
 
 def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
-    """One character for each value, or for the mean of neighbours where there are more than `width`."""
+    """One character for each value, or for the mean of neighbours if there are more than `width`."""
     if len(values) > width:
         edges = [round(number * len(values) / width) for number in range(width + 1)]
         values = [sum(values[start:stop]) / (stop - start) for start, stop in pairwise(edges)]
@@ -253,7 +255,7 @@ def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
 
 
 def table_points(points: Sequence[Point], most: int = TABLE_ROWS) -> list[Point]:
-    """Points for the table: those with a held-out loss, or all where there are none; evenly thinned, first and last kept."""
+    """Points for the table: those with a held-out loss, or all if there are none; evenly thinned, first and last kept."""
     evaluated = [point for point in points if point.eval_loss is not None]
     from_these = evaluated if len(evaluated) > 1 else list(points)
     if len(from_these) <= most:

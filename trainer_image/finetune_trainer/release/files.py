@@ -1,8 +1,7 @@
-"""The files of a release: which name each has at its destination, by kind of destination, and what a destination is given.
+"""The files of a release: their names at each kind of destination.
 
-A directory (`pvc://`, `s3://`) has `adapter/` and `merged/` with the model card next to them. A repository (`hf://`,
-`oci://`) is a model itself: the merged one, or the adapter if that is the only result, is at its top, because that is where
-loaders look.
+A directory (`pvc://`, `s3://`) has `adapter/` and `merged/` with the model card beside them. A repository (`hf://`, `oci://`) is
+itself a model: the merged one, or the adapter if that is the only result, is at its top, where loaders look.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ _NAMES = OutputLayout(Path())
 ADAPTER, MERGED = _NAMES.adapter.name, _NAMES.merged.name
 CARD, PROVENANCE, CHECKSUMS = _NAMES.model_card.name, _NAMES.provenance.name, _NAMES.checksums.name
 SIGNATURE = f"{CHECKSUMS}.sig"
-"""Of the checksums; made while publishing, so that it is not among the results."""
+"""Signature of the checksums. It is made while publishing, so it is not among the results."""
 VERIFICATION, VERIFICATION_PAGE = _NAMES.verification.name, _NAMES.verification_page.name
 REPORT, REPORT_DATA = _NAMES.report.name, _NAMES.report_data.name
 BESIDE = (CARD, PROVENANCE, REPORT, REPORT_DATA, VERIFICATION, VERIFICATION_PAGE)
-"""Files next to the directories of weights, which the checksums name; the last two only where something was merged."""
+"""Files beside the directories of weights, which the checksums name; the last two exist only if something was merged."""
 WEIGHT_SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
 class ReleaseLayout:
-    """Which results there are, and which of them is at the top of the destination."""
+    """The kinds of results, and which of them is at the top of the destination."""
 
     has_adapter: bool
     has_merged: bool
@@ -39,14 +38,14 @@ class ReleaseLayout:
 
     @property
     def top(self) -> str | None:
-        """Directory of the results whose files are at the top; None: all keep their directories."""
+        """Directory of the results whose files are at the top; None if all keep their directories."""
         if not self.is_repository:
             return None
         return MERGED if self.has_merged else ADAPTER
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """Of weights, in the order in which they are published."""
+        """Directories of weights, in the order in which they are published."""
         return tuple(name for name, is_there in ((ADAPTER, self.has_adapter), (MERGED, self.has_merged)) if is_there)
 
     @property
@@ -60,14 +59,14 @@ class ReleaseLayout:
         return rest if rest and first == self.top else local
 
     def in_results(self, name: str) -> str:
-        """The other way round."""
+        """Name in the results of a file at the destination."""
         first, slash, _ = name.partition("/")
         keeps_name = name in BESIDE or (bool(slash) and first in self.directories and first != self.top)
         return name if self.top is None or keeps_name else f"{self.top}/{name}"
 
 
 def release_layout(plan: RunPlan) -> ReleaseLayout:
-    """What the plan publishes, and in which form."""
+    """The results that the plan publishes, and their form."""
     destination = parse_destination(plan.publish.destination) if plan.publish else plan.output
     return ReleaseLayout(
         has_adapter=plan.has_adapter,
@@ -78,14 +77,14 @@ def release_layout(plan: RunPlan) -> ReleaseLayout:
 
 @dataclass(frozen=True)
 class ReleaseFile:
-    """One file and what proves it."""
+    """One file and its proof."""
 
     claim: Path
     """Mount of the claim that holds the results."""
     path: str
-    """On the claim, with slashes."""
+    """Path on the claim, with slashes."""
     name: str
-    """At the destination, with slashes, relative to its root."""
+    """Name at the destination, with slashes, relative to its root."""
     size: int
     sha256: str
 
@@ -94,16 +93,16 @@ class ReleaseFile:
         return self.claim / self.path
 
     def open(self) -> BufferedReader:
-        """For reading, whoever can write to the claim: no link is followed on the way. Raises OSError."""
+        """Open the file for reading. No link is followed, since others may write to the claim. Raises OSError."""
         return open_beneath(self.claim, self.path)
 
 
 @dataclass(frozen=True)
 class Release:
-    """Everything that is published, in order: weights first, then what describes them; `manifest` is the last file of all."""
+    """Everything that is published, in order: weights first, then their descriptions; `manifest` is the last file of all."""
 
     files: tuple[ReleaseFile, ...]
     manifest: ReleaseFile
-    """SHA256SUMS: anyone who sees it at the destination may rely on every other file being there."""
+    """SHA256SUMS: if it is at the destination, every other file is there."""
     facts: Mapping[str, str]
-    """For annotations and commit messages: job, base model and its revision, plan digest."""
+    """Facts for annotations and commit messages: job, base model and its revision, plan digest."""

@@ -15,22 +15,22 @@ from finetune_trainer.files import licence_files
 CARD_FILE = "README.md"
 _MAX_FRONT_MATTER = 1 << 20
 _IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]{0,63}")
-"""The Hub's names of licences."""
+"""Form of the Hub's names of licences."""
 OTHER_LICENCE = "other"
-"""The Hub's word for a licence that is not in its list."""
+"""The Hub's name for a licence that is not in its list."""
 _LONGEST_TEXT = 200
 
 
 @dataclass(frozen=True)
 class Licence:
-    """Empty strings: the base says nothing."""
+    """The base's licence. Empty strings: the base states nothing."""
 
     identifier: str = ""
-    """As the Hub calls it."""
+    """The Hub's name of the licence."""
     name: str = ""
     link: str = ""
     files: tuple[str, ...] = ()
-    """Terms in the base's directory."""
+    """Licence files in the base's directory."""
 
     @property
     def is_known(self) -> bool:
@@ -38,7 +38,7 @@ class Licence:
 
 
 def read_licence(model: Path) -> Licence:
-    """What the base's card, its configuration and its files say; in this order where they differ. Raises OSError."""
+    """Read the licence from the base's card, its configuration and its files, in this order if they differ. Raises OSError."""
     files = tuple(path.name for path in licence_files(model))
     card = read_front_matter(_text(model / CARD_FILE))
     identifier = _identifier(card.get("license")) or _identifier(_settings(model).get("license"))
@@ -48,15 +48,15 @@ def read_licence(model: Path) -> Licence:
 
 
 def read_front_matter(text: str) -> dict[str, Any]:
-    """The mapping at the head of a card; empty where there is none that can be read."""
+    """The mapping at the head of a card; empty if there is none that can be read."""
     match = re.match(r"\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", text, re.DOTALL)
     if match is None:
         return {}
     try:
-        found = yaml.safe_load(match[1])
+        document = yaml.safe_load(match[1])
     except (yaml.YAMLError, ValueError):
         return {}
-    return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
+    return {str(key): value for key, value in document.items()} if isinstance(document, dict) else {}
 
 
 def _text(path: Path) -> str:
@@ -68,10 +68,10 @@ def _text(path: Path) -> str:
 
 def _settings(model: Path) -> dict[str, Any]:
     try:
-        found = json.loads((model / "config.json").read_bytes())
+        config = json.loads((model / "config.json").read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def _identifier(value: object) -> str:

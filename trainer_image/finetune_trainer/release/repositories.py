@@ -1,7 +1,7 @@
 """A release as the repositories of the Hub that it becomes.
 
-Loaders take a model from the top of a repository: PEFT's AutoPeftModel hands a folder on to the base, vLLM knows no folder at
-all. So the adapter of a merged model gets a repository of its own.
+Loaders take a model from the top of a repository: PEFT's AutoPeftModel passes a folder on to the base, and vLLM knows no folders.
+So the adapter of a merged model gets a repository of its own.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ _BELOW = f"{ADAPTER}/"
 
 
 def release_by_repository(release: Release, place: HubPath, scratch: Path) -> tuple[tuple[HubPath, Release], ...]:
-    """Repositories and what goes there, in the order of publishing: the last one is there only if all are.
+    """Repositories and their releases, in the order of publishing: the last one exists only if all do. the last one is there only
+    if all are.
 
     Args:
-        release: Everything, with names as at the top of `place`.
-        place: The destination.
-        scratch: Of this pod alone; lists of checksums are written there.
+    release: Everything, with the names that it has at the top of `place`.
+    place: The destination.
+    scratch: A directory of this pod alone, for lists of checksums.
 
     Raises CheckpointError if two files would have one name there, OSError.
     """

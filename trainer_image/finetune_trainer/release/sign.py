@@ -1,7 +1,7 @@
 """The signature of a release: one over SHA256SUMS, which names every other file with its digest.
 
 It is ECDSA over SHA-256 in base64, as `cosign verify-blob` and `openssl dgst -verify` read it. Equal releases have equal
-signatures (RFC 6979), so a publication that is repeated sends the same bytes.
+signatures (RFC 6979), so a repeated publication sends the same bytes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _MAKE_ONE = (
 
 
 def signed(release: Release, key: str, directory: Path) -> Release:
-    """The release with a signature as one more file, which is written to `directory`.
+    """The release with a signature as an additional file, which is written to `directory`.
 
     Args:
-        release: What is published.
-        key: PEM of a private key of the curve P-256, not encrypted.
-        directory: Of this pod alone: nobody else may write there.
+    release: What is published.
+    key: PEM of a private key of the curve P-256, not encrypted.
+    directory: A directory to which only this pod may write.
 
     Raises DestinationRefusedError for another key, CheckpointError if the list has changed since it was read, OSError.
     """
@@ -50,7 +50,7 @@ def _sign(content: bytes, key: str) -> bytes:
     try:
         private = serialization.load_pem_private_key(key.encode(), password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        # What the exception says may hold a part of the key.
+        # The exception's text may contain a part of the key.
         raise DestinationRefusedError(
             f"{_FIELD}: signing.key is no PEM file with a private key, or is encrypted", _MAKE_ONE
         ) from None

@@ -1,4 +1,4 @@
-"""Writes what goes with the weights; SHA256SUMS is written last, so it is there only when all else is.
+"""Writes the files beside the weights; SHA256SUMS is written last, so it exists only when everything else does.
 
 provenance.json is an in-toto statement (https://in-toto.io/Statement/v1) with a SLSA provenance predicate
 (https://slsa.dev/provenance/v1) over every published weight file. It is not signed itself; publishing can sign the list that
@@ -26,7 +26,7 @@ from finetune_trainer.release.files import CARD, ReleaseLayout
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://slsa.dev/provenance/v1"
 BUILD_TYPE = f"https://{GROUP}/{JOB_KIND}/v1"
-"""The build: a plan, resolved from a FineTuneJob, carried out on a base model and data."""
+"""Type of the build: a plan, resolved from a FineTuneJob, carried out on a base model and data."""
 BUILDER = f"https://{GROUP}/trainer"
 PACKAGE = "finetune-operator"
 LIBRARIES = ("torch", "transformers", "peft", "safetensors")
@@ -36,9 +36,9 @@ _IMAGE_DIGEST = re.compile(r"@sha256:([0-9a-f]{64})$")
 
 
 def write_release_files(output: OutputLayout, facts: RunFacts) -> dict[str, str]:
-    """Card, provenance and checksums next to the weights; their digests, by the names of the report's facts.
+    """Write card, provenance and checksums beside the weights; returns their digests, by the names of the report's facts.
 
-    What is there already is left alone. Raises OSError, CheckpointError.
+    Existing equal files are left alone. Raises OSError, CheckpointError.
     """
     layout = facts.layout
     if layout.needs_adapter_card:
@@ -51,7 +51,7 @@ def write_release_files(output: OutputLayout, facts: RunFacts) -> dict[str, str]
 
 
 def is_complete(output: OutputLayout, layout: ReleaseLayout, plan_sha256: str, digests: Mapping[str, str]) -> bool:
-    """Whether the results of this very plan are complete and hold files of these digests, by their names in the results."""
+    """Whether the results of this plan are complete and hold files with these digests, by their names in the results."""
     if not checksums_match(output, layout, digests):
         return False
     is_file = output.provenance.is_file() and not output.provenance.is_symlink()
@@ -59,7 +59,7 @@ def is_complete(output: OutputLayout, layout: ReleaseLayout, plan_sha256: str, d
 
 
 def release_digests(output: OutputLayout) -> dict[str, str]:
-    """Of what describes complete results. Raises OSError."""
+    """Digests of the files that describe complete results. Raises OSError."""
     described = {"model_card": output.model_card, "provenance": output.provenance, "checksums": output.checksums}
     if output.report.is_file():  # an earlier release wrote none
         described["report"] = output.report
@@ -75,7 +75,7 @@ def _write(output: OutputLayout, path: Path, text: str) -> None:
 
 
 def provenance_statement(facts: RunFacts, weights: Mapping[str, str]) -> dict[str, Any]:
-    """The statement. `weights`: SHA-256 by name at the destination."""
+    """The in-toto statement. weights: SHA-256 by name at the destination."""
     plan = facts.plan
     return {
         "_type": STATEMENT_TYPE,
@@ -115,12 +115,12 @@ def provenance_statement(facts: RunFacts, weights: Mapping[str, str]) -> dict[st
 
 
 def encode_statement(document: Mapping[str, Any]) -> bytes:
-    """Equal statements give equal bytes."""
+    """Encode a statement. Equal statements give equal bytes."""
     return (json.dumps(document, indent=2, sort_keys=True, ensure_ascii=True, allow_nan=False) + "\n").encode()
 
 
 def plan_sha256_of_statement(encoded: bytes) -> str | None:
-    """SHA-256 of the plan that a statement of `encode_statement` is about; None for anything else."""
+    """SHA-256 of the plan of a statement that `encode_statement` encoded; None for anything else."""
     try:
         return str(json.loads(encoded)["predicate"]["buildDefinition"]["internalParameters"][_PLAN])
     except (ValueError, KeyError, TypeError):
@@ -128,15 +128,15 @@ def plan_sha256_of_statement(encoded: bytes) -> str | None:
 
 
 def _dependencies(facts: RunFacts) -> list[dict[str, Any]]:
-    found = [_base(facts)]
+    dependencies = [_base(facts)]
     for source in facts.sources:
-        found += _files(source)
+        dependencies += _files(source)
     image = facts.plan.placement.trainer_image if facts.plan.placement is not None else None
     if image is not None:
         match = _IMAGE_DIGEST.search(image)
         entry: dict[str, Any] = {"name": "trainer image", "uri": f"oci://{image}"}
-        found.append(entry | ({"digest": {"sha256": match[1]}} if match else {}))
-    return found
+        dependencies.append(entry | ({"digest": {"sha256": match[1]}} if match else {}))
+    return dependencies
 
 
 def _base(facts: RunFacts) -> dict[str, Any]:
@@ -164,11 +164,11 @@ def _files(source: DataSource) -> list[dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """Of this product and of the libraries that make the weights."""
-    found = {}
+    """Versions of this product and of the libraries that make the weights."""
+    installed = {}
     for package in (PACKAGE, *LIBRARIES):
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:  # run from a checkout, where the package itself is not installed
             continue
-    return found
+    return installed

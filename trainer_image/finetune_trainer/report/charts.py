@@ -10,14 +10,17 @@ from itertools import pairwise
 from finetune_trainer.markdown import one_line
 
 WIDTH, HEIGHT = 400.0, 220.0
-"""Of the drawing, in its own units: narrow enough that text keeps its size on a telephone."""
+"""Size of the drawing, in its own units: narrow enough that text keeps its size on a phone."""
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 378.0, 12.0, 190.0
-"""Edges of what is drawn; around it is room for labels."""
+"""Edges of the plotted area; labels are around it."""
 MAX_POINTS = 200
-"""Of a curve; of more, neighbours are drawn as their mean, with a band from the smallest to the largest."""
+"""Largest number of points of a curve. Of longer curves, neighbours are drawn as their mean, with a band from the smallest to the
+largest.
+"""
 MOST, SMALLEST = 1e100, 1e-300
-"""Of a value that is drawn, and of an axis with more than one value: beyond them there is no power of ten to count in. Infinity
-and what is not a number are not drawn either."""
+"""Bounds of a drawn value, and of an axis with more than one value: beyond them there is no power of ten to count in. Infinity
+and NaN are not drawn either.
+"""
 _TICKS = 4
 
 Points = Sequence[tuple[float, float]]
@@ -30,12 +33,12 @@ class Series:
     name: str
     points: Points
     has_marks: bool = False
-    """Whether each value is marked: of those that are few, and to tell two curves apart without colours."""
+    """Whether each value is marked, which shows few values and distinguishes two curves without colours."""
 
 
 @dataclass(frozen=True)
 class Tick:
-    """A label of an axis and where it is."""
+    """A label of an axis and its place."""
 
     at: float
     label: str
@@ -43,7 +46,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Curve:
-    """One series, drawn: the corners of its line, and of a polygon around it, which may be empty."""
+    """One drawn series: the corners of its line, and of a polygon around it, which may be empty."""
 
     name: str
     line: Points
@@ -61,21 +64,21 @@ class Chart:
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     events: tuple[float, ...]
-    """Where something happened: x of a vertical line."""
+    """Places of events: x of a vertical line."""
 
 
 def chart(title: str, series: Sequence[Series], events: Sequence[float] = ()) -> Chart | None:
-    """Series over one pair of axes; None if nothing is to be drawn. Values that are not finite are left out.
+    """Series over one pair of axes; None if nothing can be drawn. Values that are not finite are left out.
 
     events: steps at which the run was resumed.
     """
-    finite = [Series(each.name, finite_points(each.points), each.has_marks) for each in series]
-    drawn = [each for each in finite if each.points]
-    if not any(len(each.points) > 1 for each in drawn):
+    finite = [Series(one_series.name, finite_points(one_series.points), one_series.has_marks) for one_series in series]
+    drawn = [one_series for one_series in finite if one_series.points]
+    if not any(len(one_series.points) > 1 for one_series in drawn):
         return None
-    thinned = [(each, thin(each.points)) for each in drawn]
-    steps = [step for each in drawn for step, _ in each.points]
-    values = [value for each in drawn for _, value in each.points]
+    thinned = [(one_series, thin(one_series.points)) for one_series in drawn]
+    steps = [step for one_series in drawn for step, _ in one_series.points]
+    values = [value for one_series in drawn for _, value in one_series.points]
     x_range, y_ticks = (min(steps), max(steps)), ticks(min(values), max(values), outward=True)
     y_range = (min(*values, y_ticks[0]), max(*values, y_ticks[-1]))
 
@@ -84,15 +87,15 @@ def chart(title: str, series: Sequence[Series], events: Sequence[float] = ()) ->
         return round(across, 1), round(BOTTOM - (BOTTOM - TOP) * _share(value, y_range), 1)
 
     curves = []
-    for each, groups in thinned:
+    for one_series, groups in thinned:
         middle = [place(group.step, group.mean) for group in groups]
         band = [place(group.step, group.largest) for group in groups]
         band += [place(group.step, group.smallest) for group in reversed(groups)]
         is_thinned = any(group.smallest < group.largest for group in groups)
-        curves.append(Curve(each.name, middle, band if is_thinned else [], middle if each.has_marks else []))
+        curves.append(Curve(one_series.name, middle, band if is_thinned else [], middle if one_series.has_marks else []))
     return Chart(
         title=title,
-        description=" ".join(describe(each) for each in drawn),
+        description=" ".join(describe(one_series) for one_series in drawn),
         curves=tuple(curves),
         x_ticks=tuple(Tick(place(step, 0)[0], number(step)) for step in ticks(*x_range)),
         y_ticks=tuple(Tick(place(0, value)[1], number(value)) for value in y_ticks),
@@ -111,17 +114,17 @@ class Group:
 
 
 def thin(points: Points, most: int = MAX_POINTS) -> list[Group]:
-    """At most `most` groups of neighbours, equally many points in each as far as that goes; the first and the last alone."""
+    """Form at most `most` groups of neighbours with about equally many points; the first and the last point are alone."""
     if len(points) <= most:
         return [Group(step, value, value, value) for step, value in points]
     inner = points[1:-1]
     edges = [round(position * len(inner) / (most - 2)) for position in range(most - 1)]
     parts = [points[:1], *(inner[first:last] for first, last in pairwise(edges)), points[-1:]]
-    found = []
+    groups = []
     for part in parts:
         values = [value for _, value in part]
-        found.append(Group(part[len(part) // 2][0], sum(values) / len(values), min(values), max(values)))
-    return found
+        groups.append(Group(part[len(part) // 2][0], sum(values) / len(values), min(values), max(values)))
+    return groups
 
 
 def ticks(lowest: float, highest: float, *, outward: bool = False) -> list[float]:
@@ -138,7 +141,7 @@ def ticks(lowest: float, highest: float, *, outward: bool = False) -> list[float
 
 
 def describe(series: Series) -> str:
-    """For those who do not see the curve."""
+    """Description of a curve for readers who do not see it."""
     values = [value for _, value in series.points]
     low_step, low = min(series.points, key=lambda point: point[1])
     high_step, high = max(series.points, key=lambda point: point[1])
@@ -150,7 +153,7 @@ def describe(series: Series) -> str:
 
 
 def number(value: float) -> str:
-    """Short, for axes."""
+    """Short text of a number, for axes."""
     if not math.isfinite(value):
         return str(value)
     if value and (abs(value) < 1e-3 or abs(value) >= 1e6):
@@ -160,7 +163,7 @@ def number(value: float) -> str:
 
 
 def finite_points(points: Points) -> Points:
-    """Those that can be drawn."""
+    """Points that can be drawn."""
     return [(step, value) for step, value in points if abs(step) <= MOST and abs(value) <= MOST]
 
 

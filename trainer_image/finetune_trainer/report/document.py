@@ -1,7 +1,7 @@
 """The form of `report.json`.
 
-Every text in it is a stranger's and every number may be one. Texts are bounded and show what is hidden in them, and a number that
-nobody can have measured is null.
+Every text in it comes from outside and every number may, too. Texts are bounded with hidden characters made visible, and
+impossible numbers are null.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from pydantic import BeforeValidator
 from finetune_trainer.inspection.report import StrictModel
 
 VERSION: Final = 1
-"""Of the form of `report.json`: a field that changes its meaning or goes away makes another; new fields do not."""
+"""Version of the form of `report.json`. Removing a field or changing its meaning makes a new version; adding one does not."""
 MAX_TEXT, MAX_LONG_TEXT = 300, 1000
-"""Characters of any text, and of prompts, answers and commands."""
+"""Largest number of characters of any text, and of prompts, answers and commands."""
 MAX_ENTRIES = 200
-"""Of any list."""
+"""Largest number of entries of any list."""
 MOST_NUMBER = 1 << 62
-"""Of seconds, steps and bytes: what is beyond has been written by nobody who measured it, and is left out."""
+"""Bound of seconds, steps and bytes: larger numbers were not measured, and are left out."""
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff"
     "\U000e0000-\U000e007f]"
 )
-"""Control characters, those that change the direction of writing, those that take no room, and halves of characters."""
+"""Control characters, those that change the direction of writing, zero-width characters, and lone surrogates."""
 
 
 def bounded(text: str, most: int = MAX_TEXT) -> str:
-    """At most `most` characters and a count of the others, with each hidden character as a replacement character."""
+    """The first `most` characters and a count of the others, with each hidden character as a replacement character."""
     return _HIDDEN.sub("\ufffd", text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)")
 
 
 def known_number(value: Any) -> Any:
-    """None for what is no number, not finite, or beyond what can be measured."""
+    """The value, or None if it is no number, not finite, or beyond what can be measured."""
     is_known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST_NUMBER
     return value if is_known and math.isfinite(value) else None
 
 
 def known_count(value: Any) -> Any:
-    """The same of what cannot be negative or broken."""
+    """The value, or None if it is no integer, negative, or beyond what can be measured."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_NUMBER else None
 
 
@@ -62,7 +62,7 @@ Count = Annotated[int | None, BeforeValidator(known_count)]
 
 
 class OutcomeOfMerge(StrEnum):
-    """How the merged model fared."""
+    """Outcome of the merge."""
 
     PASSED = "Passed"
     FAILED = "Failed"
@@ -90,10 +90,10 @@ class HeldOutLoss(StrictModel):
     last: LossAtStep
     best: LossAtStep
     change: Number
-    """Of the last against the first, as a share of the first."""
+    """Change from the first to the last, as a share of the first."""
     has_fallen: bool
     rises_again: bool
-    """The last is more than 2 % above the lowest."""
+    """Whether the last is more than 2 % above the lowest."""
 
 
 class CurvePoint(StrictModel):
@@ -106,26 +106,26 @@ class CurvePoint(StrictModel):
 
 
 class Training(StrictModel):
-    """How far it went and how fast."""
+    """Extent and speed of the training."""
 
     steps: Count
     tokens: Count
     supervised_tokens: Count
     tokens_per_second: Number
-    """Of the median step, over all ranks."""
+    """Tokens of the median step, over all ranks."""
     calculated_tokens_per_second: Number
-    """By the planner for the device."""
+    """The planner's figure for the device."""
 
 
 class AnswerOfModel(StrictModel):
-    """What a model says after a prompt; is_complete: it ended by itself."""
+    """A model's answer to a prompt. is_complete: it ended by itself."""
 
     text: LongText
     is_complete: bool
 
 
 class SampleAnswer(StrictModel):
-    """A held-out record, and what both models say after its prompt."""
+    """A held-out record, and both models' answers to its prompt."""
 
     record: Count
     prompt: LongText
@@ -135,7 +135,7 @@ class SampleAnswer(StrictModel):
 
 
 class SampleAnswers(StrictModel):
-    """answers, or the reason why there are none."""
+    """The answers, or the reason why there are none."""
 
     answers: tuple[SampleAnswer, ...]
     reason: Text
@@ -156,7 +156,7 @@ class AttemptOfTraining(StrictModel):
 
 
 class TimeOfRun(StrictModel):
-    """Attempts, and the seconds by what they were spent on."""
+    """Attempts, and the seconds by activity."""
 
     attempts: tuple[AttemptOfTraining, ...]
     lost_steps: Count
@@ -167,18 +167,18 @@ class TimeOfRun(StrictModel):
 
 
 class MemoryOfRank(StrictModel):
-    """In bytes, of the fullest rank."""
+    """Bytes of the fullest rank."""
 
     estimate: Count
     terms: dict[Text, int]
-    """What the estimate is made of."""
+    """The parts of the estimate."""
     peak: Count
     limit: Count
     limit_source: Text
 
 
 class SourceOfRecords(StrictModel):
-    """One source, and what was found in it."""
+    """One source and its counts."""
 
     source: Text
     split: Text
@@ -197,12 +197,12 @@ class Warned(StrictModel):
 
 
 class DataCard(StrictModel):
-    """Where the records come from, how many were used or dropped, and how long they are."""
+    """Origin of the records, how many were used or dropped, and their lengths."""
 
     sources: tuple[SourceOfRecords, ...]
     splits: dict[Text, dict[str, Count]]
     record_lengths: dict[str, Count]
-    """Number of training records by the most tokens that they have, in ranges that double."""
+    """Number of training records by their largest number of tokens, in ranges that double."""
     warnings: tuple[Warned, ...]
 
 
@@ -220,11 +220,11 @@ class VerificationOfMerge(StrictModel):
     top1_agreement: Number = None
     min_top1_agreement: Number = None
     effect_mean_kl: Number = None
-    """Of the base alone: how much the adapter changes."""
+    """KL divergence of the base alone, which is the effect of the adapter."""
 
 
 class Command(StrictModel):
-    """A line of a shell, and what it is for."""
+    """A line of a shell and its purpose."""
 
     purpose: str
     line: LongText
@@ -239,7 +239,7 @@ class Chosen(StrictModel):
 
 
 class RunSummary(StrictModel):
-    """Everything that the report says."""
+    """Everything in the report."""
 
     version: Literal[1] = VERSION
     job: dict[str, Text]
@@ -261,8 +261,8 @@ class RunSummary(StrictModel):
     choices: tuple[Chosen, ...]
     provenance: dict[Text, Text]
     left_out: dict[str, int]
-    """Entries of lists that were too long."""
+    """Number of entries that were left out of long lists."""
 
     def json_text(self) -> str:
-        """Valid JSON."""
+        """The summary as valid JSON."""
         return json.dumps(self.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,7 +1,7 @@
-"""The page: a template filled with what is known of the run. Every text in it is a stranger's: escaped, bounded, visible.
+"""The page: a template filled with the facts of the run. Every text in it comes from outside: escaped, bounded, visible.
 
-Nothing on the page runs or is loaded. The template escapes each text, `shown` takes away what could hide or turn text around, and
-the page's own policy (Content-Security-Policy) lets a browser use the one style sheet in it, which it knows by its digest.
+Nothing on the page runs or is loaded. The template escapes each text, `shown` replaces characters that could hide or reverse
+text, and the page's own policy (Content-Security-Policy) lets a browser use only the style sheet with the known digest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from finetune_trainer.report.summary import (
 from finetune_trainer.report.timeline import Timeline, TrainingAttempt
 
 MAX_ROWS = 30
-"""Of any table: attempts, sources, settings. With the bounds of texts they keep the page below a megabyte."""
+"""Rows of any table: attempts, sources, settings. With the bounds of texts they keep the page below a megabyte."""
 _COLOURS = {OutcomeOfMerge.PASSED: "good", OutcomeOfMerge.FAILED: "bad", OutcomeOfMerge.NOT_MERGED: "neutral"}
 _WORDS = {
     "lost_steps": "steps done again after a restart",
@@ -53,18 +53,18 @@ _WORDS = {
 
 
 def shown(value: Any) -> Any:
-    """A text as it may be seen: bounded, and each hidden character as a replacement character. Other values as they are."""
+    """A text made fit to be shown: bounded, with each hidden character as a replacement character. Other values are unchanged."""
     return bounded(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def long(value: str) -> Markup:
-    """The same with a wider bound, escaped."""
+    """A text as in `shown`, with a wider bound, and escaped."""
     return escape(bounded(value, MAX_LONG_TEXT))
 
 
 @cache
 def _template() -> tuple[Template, Markup, str]:
-    """Template, style sheet, and the digest by which the policy names it."""
+    """Template, style sheet, and the digest with which the policy names it."""
     folder = Path(__file__).parent
     style = (folder / "page.css").read_text()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -77,14 +77,14 @@ def _template() -> tuple[Template, Markup, str]:
         lstrip_blocks=True,
     )
     environment.filters["long"] = long
-    # Ours, and part of no text: the one thing that is not escaped.
+    # A constant without foreign text, and the only one that is not escaped.
     return environment.get_template("page.html.j2"), Markup(style), digest  # noqa: S704
 
 
 def report_page(facts: RunFacts, timeline: Timeline, samples: Samples) -> str:
-    """The page of a run whose results are there, or failed their verification. Equal arguments give equal texts."""
+    """The page of a run that has results, or failed their verification. Equal arguments give equal texts."""
     template, style, digest = _template()
-    plan, history, said = facts.plan, facts.history, verdict(facts)
+    plan, history, run_verdict = facts.plan, facts.history, verdict(facts)
     warnings = timeline.preflight.warnings if timeline.preflight is not None else ()
     events = [attempt.first_step for attempt in timeline.attempts[1:]]
     return template.render(
@@ -94,7 +94,7 @@ def report_page(facts: RunFacts, timeline: Timeline, samples: Samples) -> str:
         job=plan.job,
         plan=plan,
         facts=facts,
-        verdict=(_COLOURS[said.outcome], said.text),
+        verdict=(_COLOURS[run_verdict.outcome], run_verdict.text),
         losses=losses(held_out_loss(history)),
         charts=charts(history, events),
         frame={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
@@ -138,7 +138,7 @@ def report_page(facts: RunFacts, timeline: Timeline, samples: Samples) -> str:
 
 
 def charts(history: TrainingHistory, events: Sequence[float]) -> list[Chart]:
-    """Those of which there are values."""
+    """Charts of the series that have values."""
 
     def values(name: str) -> list[tuple[float, float]]:
         return [(point.step, value) for point in history.points if (value := getattr(point, name)) is not None]
@@ -150,11 +150,11 @@ def charts(history: TrainingHistory, events: Sequence[float]) -> list[Chart]:
         chart("Gradient norm", [Series("gradient norm", values("gradient_norm"))], events),
         chart("Tokens per second", [Series("tokens per second", values("tokens_per_second"))], events),
     )
-    return [each for each in drawn if each is not None]
+    return [drawn_chart for drawn_chart in drawn if drawn_chart is not None]
 
 
 def time_rows(timeline: Timeline) -> list[tuple[str, str, float]]:
-    """What, how long, and its share of everything."""
+    """Activity, duration, and share of the total."""
     totals = timeline.goodput
     if totals.total_seconds <= 0:
         return []
@@ -164,58 +164,58 @@ def time_rows(timeline: Timeline) -> list[tuple[str, str, float]]:
 
 
 def pace(history: TrainingHistory) -> str:
-    """Tokens per second of the median step, and what was calculated; empty if no step has measured them."""
+    """Tokens per second of the median step, and the calculated figure; empty if no step has measured them."""
     measured, calculated = history.tokens_per_second, history.calculated_tokens_per_second
     if not measured:
         return ""
-    said = f"The median step computed {measured:,.0f} tokens per second."
+    measured_text = f"The median step computed {measured:,.0f} tokens per second."
     if not calculated:
-        return f"{said} The planner calculates none for its device."
-    return f"{said} The planner calculates {calculated:,.0f} for its device, {calculated / measured - 1:+.0%}."
+        return f"{measured_text} The planner calculates none for its device."
+    return f"{measured_text} The planner calculates {calculated:,.0f} for its device, {calculated / measured - 1:+.0%}."
 
 
-def memory_rows(found: MemoryOfRank | None) -> dict[str, Any] | None:
+def memory_rows(usage: MemoryOfRank | None) -> dict[str, Any] | None:
     """Sizes for people."""
-    if found is None:
+    if usage is None:
         return None
-    estimate, peak = found.estimate, found.peak
+    estimate, peak = usage.estimate, usage.peak
     return {
         "estimate": format_bytes(estimate) if estimate else "",
         "peak": format_bytes(peak) if peak is not None else "",
         "share": f"{peak / estimate:.0%}" if peak is not None and estimate else "",
-        "limit": format_bytes(found.limit) if found.limit is not None else "",
-        "limit_source": found.limit_source,
-        "terms": [(name, format_bytes(size), size / estimate) for name, size in found.terms.items() if estimate][:MAX_ROWS],
+        "limit": format_bytes(usage.limit) if usage.limit is not None else "",
+        "limit_source": usage.limit_source,
+        "terms": [(name, format_bytes(size), size / estimate) for name, size in usage.terms.items() if estimate][:MAX_ROWS],
     }
 
 
-def losses(found: HeldOutLoss | None) -> dict[str, Any] | None:
+def losses(held_out: HeldOutLoss | None) -> dict[str, Any] | None:
     """Held-out losses for people."""
-    if found is None:
+    if held_out is None:
         return None
-    moments = {"first": found.first, "last": found.last, "best": found.best}
+    moments = {"first": held_out.first, "last": held_out.last, "best": held_out.best}
     return {
         **{name: _four(moment.loss) for name, moment in moments.items()},
         **{f"{name}_step": moment.step for name, moment in moments.items()},
-        "change": f"{found.change:+.1%}" if found.change is not None else "",
-        "has_fallen": found.has_fallen,
-        "rises_again": found.rises_again,
+        "change": f"{held_out.change:+.1%}" if held_out.change is not None else "",
+        "has_fallen": held_out.has_fallen,
+        "rises_again": held_out.rises_again,
     }
 
 
 def lengths(timeline: Timeline) -> list[tuple[str, str, float]]:
-    """Range of tokens, records, and their share of the largest range."""
-    found = timeline.preflight.record_lengths if timeline.preflight is not None else {}
-    most = max(found.values(), default=0)
+    """Range of tokens, number of records, and their share of the largest range."""
+    counts = timeline.preflight.record_lengths if timeline.preflight is not None else {}
+    most = max(counts.values(), default=0)
     return [
         (f"{upper // 2 + 1:,} to {upper:,}" if upper > 2 else f"up to {upper}", f"{count:,}", count / most)
-        for upper, count in sorted(found.items())[:MAX_ROWS]
+        for upper, count in sorted(counts.items())[:MAX_ROWS]
         if most > 0
     ]
 
 
 def duration(seconds: float) -> str:
-    """For people: 1 h 05 min, 3 min 20 s, 4.2 s."""
+    """A duration for people: 1 h 05 min, 3 min 20 s, 4.2 s."""
     if not 0 <= seconds < MOST_NUMBER:
         return "not known"
     if seconds < 60:

@@ -1,6 +1,6 @@
 """Answers of the base and of the tuned model to held-out prompts, as texts for the report.
 
-Their price is bounded before they begin, and whatever goes wrong with them costs the report some text, never the run its results.
+Their cost is bounded before they begin, and an error in them costs the report some text, never the run its results.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 
 log = logging.getLogger(__name__)
 MAX_PROMPT_TOKENS = 256
-"""Records with longer prompts are passed over."""
+"""Records with longer prompts are skipped."""
 MAX_REFERENCE_TOKENS = 256
 TEXT_PROMPT_TOKENS = 32
-"""Of a record that is learnt from its beginning: so much of it is the prompt, or half of a short one."""
+"""Length of the prompt of a record that is learnt from its beginning; of a short record it is half."""
 LOOKED_AT_PER_SAMPLE = 16
-"""Records that are tried for each sample."""
+"""Number of records that are tried for each sample."""
 BUDGET = Budget(most_tokens=24, least_tokens=8, most_bytes=256 << 30)
-"""An 8B model in 16 bits gives 17 tokens for it; what is larger than 32 GiB gives none."""
+"""An 8B model in 16 bits gives 17 tokens for it; a model larger than 32 GiB gives none."""
 _GENERATION_FILE = "generation_config.json"
 
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """What a model says after the prompt. is_complete: it ended by itself."""
+    """A model's answer to the prompt. is_complete: it ended by itself."""
 
     text: str
     is_complete: bool
@@ -41,7 +41,7 @@ class ModelAnswer:
 
 @dataclass(frozen=True)
 class Sample:
-    """One held-out record. reference: what the record says after the prompt."""
+    """One held-out record. reference: the record's own text after the prompt."""
 
     record: int
     prompt: str
@@ -52,12 +52,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Samples:
-    """All of them. reason: why there are none."""
+    """All samples. reason: why there are none."""
 
     shown: tuple[Sample, ...] = ()
     reason: str = ""
     max_tokens: int = 0
-    """Most tokens of an answer."""
+    """Largest number of tokens of an answer."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Question:
 
 
 def sample_answers(context: RunContext) -> Samples:
-    """Of a run whose results are there: as many as the plan says."""
+    """Samples of a run that has results: as many as the plan asks for."""
     plan = context.plan
     if plan.data.validation is None:
         return Samples(reason="nothing was held out")
@@ -81,7 +81,7 @@ def sample_answers(context: RunContext) -> Samples:
     except TooLargeError as error:
         return Samples(reason=f"the model is too large for them: {error}")
     except Exception as error:
-        # The results are verified and whole: whatever went wrong here, a sample is worth no failed run.
+        # The results are verified and complete; an error in a sample must not fail the run.
         log.warning("no sample answers in the report", exc_info=error)
         return Samples(reason=f"they could not be computed ({type(error).__name__}); the log of the merge says why")
 
@@ -124,10 +124,10 @@ def _answers(context: RunContext) -> Samples:
 
 
 def questions(split: PreparedSplit, most: int) -> list[Question]:
-    """Of up to `most` records, spread evenly over those that are held out; the same ones each time."""
+    """Questions of up to `most` held-out records, spread evenly; the same ones each time."""
     looked_at = min(most * LOOKED_AT_PER_SAMPLE, split.num_documents)
     records = [number * split.num_documents // looked_at for number in range(looked_at)]
-    # Far apart first: the first `most` of them do if none has to be passed over.
+    # Distant records first: the first `most` of them are enough if none is skipped.
     far_apart = [record for first in range(LOOKED_AT_PER_SAMPLE) for record in records[first::LOOKED_AT_PER_SAMPLE]]
     cut = (question_of(record, *split.marked_document(record)) for record in far_apart)
     return sorted(islice((each for each in cut if each is not None), most), key=lambda question: question.record)
@@ -145,12 +145,12 @@ def question_of(record: int, tokens: Sequence[int], supervised: Sequence[bool]) 
 
 
 def stop_tokens(model: Path, end: int) -> frozenset[int]:
-    """Where generation of the model ends: `end`, and what its files name."""
-    found: set[int] = {end}
+    """Tokens that end generation of the model: `end`, and those that its files name."""
+    tokens: set[int] = {end}
     for name in (CONFIG_FILE, _GENERATION_FILE):
         named = read_json(model / name).get("eos_token_id") if (model / name).is_file() else None
-        found |= {token for token in _listed(named) if isinstance(token, int)}
-    return frozenset(found)
+        tokens |= {token for token in _listed(named) if isinstance(token, int)}
+    return frozenset(tokens)
 
 
 def _listed(value: object) -> Collection[object]:

@@ -1,4 +1,4 @@
-"""What the report says of a run, in plain values: `report.json`, and the figures that the page shows."""
+"""The report's content in plain values: `report.json`, and the figures of the page."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _COUNTS = ("num_records", "num_dropped", "num_repeated", "num_tokens", "num_supe
 
 
 def run_summary(facts: RunFacts, timeline: Timeline, samples: Samples) -> RunSummary:
-    """Of a run whose results are there, or failed their verification. Equal arguments give equal values."""
+    """Summary of a run that has results, or failed their verification. Equal arguments give equal values."""
     plan, history = facts.plan, facts.history
     warnings = timeline.preflight.warnings if timeline.preflight is not None else ()
     lists = {"attempts": timeline.attempts, "sources": facts.sources, "warnings": warnings, "choices": plan.choices}
@@ -89,7 +89,7 @@ def run_summary(facts: RunFacts, timeline: Timeline, samples: Samples) -> RunSum
             for each in plan.choices[:MAX_ENTRIES]
         ),
         provenance=dict(provenance(facts)),
-        left_out={name: len(found) - MAX_ENTRIES for name, found in lists.items() if len(found) > MAX_ENTRIES},
+        left_out={name: len(entries) - MAX_ENTRIES for name, entries in lists.items() if len(entries) > MAX_ENTRIES},
     )
 
 
@@ -99,7 +99,7 @@ def has_failed(facts: RunFacts) -> bool:
 
 
 def verdict(facts: RunFacts) -> VerdictOfRun:
-    """Of the whole run."""
+    """Verdict on the whole run."""
     if facts.verification is None:
         what = "adapter" if facts.plan.method.trains_adapter else "model"
         return VerdictOfRun(
@@ -117,7 +117,7 @@ def verdict(facts: RunFacts) -> VerdictOfRun:
 
 
 def held_out_loss(history: TrainingHistory) -> HeldOutLoss | None:
-    """Before, after, best; None if the held-out loss is not known at two moments."""
+    """Loss before, after, and at best; None if the held-out loss is not known at two steps."""
     evaluations = history.evaluations
     if len(evaluations) < 2:
         return None
@@ -139,8 +139,8 @@ def held_out_loss(history: TrainingHistory) -> HeldOutLoss | None:
 
 def memory(facts: RunFacts, timeline: Timeline) -> MemoryOfRank | None:
     """Estimate, measured peak and limit of a rank; None if neither of the first two is known."""
-    found = timeline.preflight.memory if timeline.preflight is not None else {}
-    terms = {name: size for name, size in islice(found.items(), MAX_ENTRIES) if 0 < size < MOST_NUMBER}
+    estimated = timeline.preflight.memory if timeline.preflight is not None else {}
+    terms = {name: size for name, size in islice(estimated.items(), MAX_ENTRIES) if 0 < size < MOST_NUMBER}
     peak, limit = known_count(facts.history.peak_memory_bytes), limit_of(facts.plan)
     if not terms and peak is None:
         return None
@@ -154,24 +154,24 @@ def memory(facts: RunFacts, timeline: Timeline) -> MemoryOfRank | None:
 
 
 def commands(facts: RunFacts) -> list[tuple[str, str]]:
-    """What for, and the line; none if the merged model failed, because nothing was published."""
+    """Purpose and line of each command; none if the merged model failed, because nothing was published."""
     if has_failed(facts):
         return []
     layout = facts.layout
-    found = [("Copy the results here", copy_command(facts))]
+    lines = [("Copy the results here", copy_command(facts))]
     if layout.has_merged:
-        found.append(("Serve the merged model with vLLM", serve_merged(facts)))
+        lines.append(("Serve the merged model with vLLM", serve_merged(facts)))
     if layout.has_adapter:
-        found.append(("Serve the adapter with vLLM", serve_adapter(facts)))
+        lines.append(("Serve the adapter with vLLM", serve_adapter(facts)))
     if layout.has_merged:
-        found.append(("Convert the merged model for llama.cpp", convert_merged(facts)))
+        lines.append(("Convert the merged model for llama.cpp", convert_merged(facts)))
     if layout.has_adapter:
-        found.append(("Convert the adapter for llama.cpp", convert_adapter(facts)))
-    return [(what, line) for what, line in found if line is not None]
+        lines.append(("Convert the adapter for llama.cpp", convert_adapter(facts)))
+    return [(what, line) for what, line in lines if line is not None]
 
 
 def provenance(facts: RunFacts) -> list[tuple[str, str]]:
-    """What proves where the results come from."""
+    """Facts that prove the origin of the results."""
     plan = facts.plan
     rows = [
         ("job", f"{plan.job.namespace}/{plan.job.name}"),
@@ -199,8 +199,8 @@ def _curve(history: TrainingHistory, name: str) -> tuple[CurvePoint, ...]:
     )
 
 
-def _answer(said: ModelAnswer) -> AnswerOfModel:
-    return AnswerOfModel(text=said.text, is_complete=said.is_complete)
+def _answer(answer: ModelAnswer) -> AnswerOfModel:
+    return AnswerOfModel(text=answer.text, is_complete=answer.is_complete)
 
 
 def _time(timeline: Timeline) -> TimeOfRun:

@@ -1,4 +1,4 @@
-"""What happened to a run: its attempts, how each ended, and where the time went. Read from what the attempts left behind."""
+"""Course of a run: its attempts, how each ended, and how time was spent, read from the files that the attempts left."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class TrainingAttempt:
     start: float
     """Seconds since the epoch."""
     seconds: float
-    """Until its last record."""
+    """Seconds until its last record."""
     first_step: int
-    """It continued after this one."""
+    """Step after which it continued."""
     last_step: int
-    """By its last record."""
+    """Step of its last record."""
     lost_steps: int
-    """Steps of its records that the next one had to do again."""
+    """Number of its recorded steps that the next attempt had to do again."""
     ending: str
     message: str = ""
-    """Of the failure."""
+    """Message of the failure."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Everything that the report says of the course of a run. preflight: None if it left no report."""
+    """The course of a run for the report. preflight: None if it left no report."""
 
     attempts: tuple[TrainingAttempt, ...] = ()
     goodput: GoodputTotals = field(default_factory=GoodputTotals)
@@ -51,7 +51,7 @@ class Timeline:
 
 
 def read_timeline(workspace: WorkspaceLayout, preflight: ModelReport | None) -> Timeline:
-    """Of a run that has finished. What is missing or cannot be read is left out. Raises OSError."""
+    """Read the course of a finished run. Missing or unreadable parts are left out. Raises OSError."""
     text = read_own(workspace.accounts).decode(errors="replace") if workspace.accounts.is_file() else ""
     records = parse_records(read_lines(text))
     numbers = {record.attempt for record in records}
@@ -60,9 +60,9 @@ def read_timeline(workspace: WorkspaceLayout, preflight: ModelReport | None) -> 
 
 
 def attempts_of(records: Iterable[GoodputRecord], reports: Mapping[int, Sequence[TerminationReport]]) -> list[TrainingAttempt]:
-    """In their order. reports: of ranks, by number of the attempt."""
+    """The attempts in their order. reports: of ranks, by number of the attempt."""
     attempts = starts_and_ends(records)
-    found = []
+    training_attempts = []
     for position, (start, last) in enumerate(attempts):
         following = attempts[position + 1][0] if position + 1 < len(attempts) else None
         ending, message = FINISHED, ""
@@ -70,7 +70,7 @@ def attempts_of(records: Iterable[GoodputRecord], reports: Mapping[int, Sequence
             cause = root_cause(reports.get(start.attempt, ()))
             ending = ENDED_SILENTLY if cause is None or cause.failure is None else cause.failure.value
             message = "" if cause is None else cause.message
-        found.append(
+        training_attempts.append(
             TrainingAttempt(
                 number=start.attempt,
                 start=start.time,
@@ -82,4 +82,4 @@ def attempts_of(records: Iterable[GoodputRecord], reports: Mapping[int, Sequence
                 message=message,
             )
         )
-    return found
+    return training_attempts

@@ -1,4 +1,4 @@
-"""What each pod of a job runs, one module per role, and the commands that run parts of it outside a job.
+"""The programs of a job's pods, one module per role, and the commands that run parts of them outside a job.
 
-Nothing imports this package but the entry point; it may import all the others.
+Only the entry point imports this package; it may import all the others.
 """

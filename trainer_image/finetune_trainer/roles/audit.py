@@ -1,7 +1,7 @@
-"""`python -m finetune_trainer.roles.audit`: what a run left behind, and comparisons of it with steps that were computed again.
+"""`python -m finetune_trainer.roles.audit`: the parts of a run, and comparisons of it with steps that were computed again.
 
-For the command line, which waits for it: standard output is one line of JSON, standard error one message if that is not possible.
-Imports no torch.
+It serves the command line, which waits for it: standard output is one line of JSON, or standard error is one message. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from finetune_trainer.weights.headers import read_json
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments."""
+    """Build the parser of the arguments."""
     top = argparse.ArgumentParser(prog="python -m finetune_trainer.roles.audit", description=__doc__)
     top.add_argument("--parent", type=int, help="process with which this one ends")
     orders = top.add_subparsers(dest="order", required=True)
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The answer. Raises TrainerError, MergeError, OSError."""
+    """Compute the answer. Raises TrainerError, MergeError, OSError."""
     if arguments.order == "look":
         return inspect_run(_context(arguments)).document()
     if arguments.order == "checkpoints":
@@ -61,13 +61,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _context(arguments: argparse.Namespace) -> RunContext:
-    """A run may have ended before preflight had made the base with its added tokens."""
+    """The run's context. A run may have ended before preflight had written the base with its added tokens."""
     context = run_context(arguments)
     return context.with_trained_rows() if context.workspace.added_tokens.is_file() else context
 
 
 def _merged_checksums(context: RunContext) -> dict[str, str]:
-    """SHA-256 of the merged model's files, by their names in its directory, as the list of the results has them."""
+    """SHA-256 of the merged model's files, by their names in its directory, from the checksums of the results."""
     path, layout = context.output.checksums, release_layout(context.plan)
     listed = parse_checksums(read_own(path).decode(errors="replace")) if path.is_file() else None
     local = {layout.in_results(name): sha256 for name, sha256 in (listed or {}).items()}
@@ -80,7 +80,7 @@ def _answer(difference: ByteDifference | None) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Print the answer and return the exit code."""
     arguments = parser().parse_args(argv)
     if arguments.parent is not None:
         die_with(arguments.parent)

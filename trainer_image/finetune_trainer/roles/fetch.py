@@ -1,4 +1,6 @@
-"""The `fetch` role: list every source, see that there is room, copy, prove, publish. May be killed and run again at any point."""
+"""The `fetch` role: list every source, check that there is room, copy, verify, publish. It may be killed and run again at any
+point.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,9 @@ log = logging.getLogger(__name__)
 FILES_AT_ONCE = 8
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE_FILES = ("chat_template.", TEMPLATES)
-"""Beginnings of the paths of files that hold a chat template and nothing else."""
+"""Beginnings of the paths of files that hold only a chat template."""
 PROGRESS_SECONDS = 10.0
-"""Between two lines of progress."""
+"""Time between two lines of progress."""
 _MB = 1e6
 
 
@@ -60,7 +62,7 @@ class WantedSource:
 
     item: FetchItem
     field: str
-    """Where the manifest names it."""
+    """Manifest path of the field that names it."""
     is_model: bool
     target: Path
 
@@ -70,13 +72,13 @@ class WantedSource:
 
     @property
     def refusal(self) -> type[TrainerError]:
-        """What is raised where the user named something that is not there."""
+        """Error to raise if the named source does not exist."""
         return ModelError if self.is_model else DataError
 
 
 @dataclass(frozen=True)
 class ListedSource:
-    """A source whose files are known."""
+    """A source with the list of its files."""
 
     wanted: WantedSource
     remote: RemoteSource
@@ -90,7 +92,7 @@ def fetch(
     retry_policy: RetryPolicy | None = None,
     free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
 ) -> TerminationReport:
-    """Bring everything that the plan names. Raises SourceUnavailableError, NoRoomError, ModelError, DataError, OSError."""
+    """Fetch everything that the plan names. Raises SourceUnavailableError, NoRoomError, ModelError, DataError, OSError."""
     plan = context.plan.fetch
     if plan is None:
         raise InvariantError("the plan names nothing to fetch", "start preflight instead")
@@ -134,13 +136,13 @@ def fetch(
 
 
 def wanted_sources(context: RunContext, plan: FetchPlan) -> list[WantedSource]:
-    """The plan's items with the fields that name them; the model first."""
+    """The plan's items with the fields that name them, the model first."""
     fields = {location: field for field, location in reversed(input_locations(context.plan))}
-    found = [
+    sources = [
         WantedSource(item, fields[item.target], item.target == context.plan.model.location, context.path(item.target))
         for item in plan.items
     ]
-    return sorted(found, key=lambda wanted: not wanted.is_model)
+    return sorted(sources, key=lambda wanted: not wanted.is_model)
 
 
 def _open(wanted: WantedSource, plan: FetchPlan, credentials: Credentials) -> RemoteSource:
@@ -165,19 +167,19 @@ def _open(wanted: WantedSource, plan: FetchPlan, credentials: Credentials) -> Re
 
 def _list(wanted: WantedSource, remote: RemoteSource, allow_remote_code: bool, retry_policy: RetryPolicy) -> ListedSource:
     log.info("%s: asking %s which files there are", wanted.name, wanted.item.source)
-    found = with_retries(wanted.item.source, retry_policy, threading.Event(), source_unavailable, remote.files)
-    problem = listing_problem(found)
+    remote_files = with_retries(wanted.item.source, retry_policy, threading.Event(), source_unavailable, remote.files)
+    problem = listing_problem(remote_files)
     if problem is not None:
         raise wanted.refusal(f"{wanted.field}: {wanted.item.source} cannot be copied: {problem}", "rename it at the source")
-    files = model_files(found, allow_remote_code=allow_remote_code) if wanted.is_model else data_files(found)
+    files = model_files(remote_files, allow_remote_code=allow_remote_code) if wanted.is_model else data_files(remote_files)
     if wanted.is_model and not has_weights(files):
         raise ModelError(
-            f"{wanted.field}: {wanted.item.source} holds no safetensors file; it holds {_shown(found)}",
+            f"{wanted.field}: {wanted.item.source} holds no safetensors file; it holds {_shown(remote_files)}",
             "give a model that is saved as safetensors; other formats of weights can run code when they are loaded",
         )
     if not files:
         raise DataError(
-            f"{wanted.field}: {wanted.item.source} holds no file of records; it holds {_shown(found)}",
+            f"{wanted.field}: {wanted.item.source} holds no file of records; it holds {_shown(remote_files)}",
             f"give files whose names end in {', '.join(KNOWN_EXTENSIONS)}",
         )
     staging = FetchStaging(wanted.target)
@@ -187,7 +189,10 @@ def _list(wanted: WantedSource, remote: RemoteSource, allow_remote_code: bool, r
 
 
 def _check_has_template(source: ListedSource, retry_policy: RetryPolicy) -> None:
-    """Before gigabytes of weights are copied: base models have no chat template. The file is not copied a second time."""
+    """Check that a chat model has a template before gigabytes of weights are copied; base models have none.
+
+    The fetched file is not copied a second time.
+    """
     files = {file.path: file for file in source.files}
     config = files.get(TOKENIZER_CONFIG)
     if config is None or any(path.startswith(TEMPLATE_FILES) for path in files):
@@ -195,7 +200,7 @@ def _check_has_template(source: ListedSource, retry_policy: RetryPolicy) -> None
     fetch_file(source.remote, config, source.staging, TransferOptions(retry_policy, threading.Event(), lambda _: None))
     try:
         content = json.loads((source.staging.files / TOKENIZER_CONFIG).read_bytes())
-    except (ValueError, RecursionError):  # preflight says what is wrong with it
+    except (ValueError, RecursionError):  # preflight reports what is wrong with it
         return
     if isinstance(content, dict) and not content.get("chat_template"):
         added = content.get("added_tokens_decoder")
@@ -226,7 +231,7 @@ def _check_room(directory: Path, listed: list[ListedSource], free_bytes: Callabl
 
 
 class _Counter:
-    """Bytes that came over the network for one source."""
+    """Counts the bytes that came over the network for one source."""
 
     def __init__(self, source: ListedSource) -> None:
         self._name, self._total = source.wanted.name, sum(file.size for file in source.files)
@@ -247,7 +252,7 @@ def _bring(source: ListedSource, retry_policy: RetryPolicy, counter: _Counter) -
     wanted, stop = source.wanted, threading.Event()
     options = TransferOptions(retry_policy, stop, counter.count)
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix=wanted.name) as executor:
-        # The largest first, so that none of them is alone at the end.
+        # The largest files come first, so that none of them is alone at the end.
         running = [
             executor.submit(fetch_file, source.remote, file, source.staging, options)
             for file in sorted(source.files, key=lambda file: -file.size)
@@ -270,7 +275,7 @@ def _bring(source: ListedSource, retry_policy: RetryPolicy, counter: _Counter) -
 
 
 def _await(running: list[Future[FetchedFile]], counter: _Counter) -> list[FetchedFile]:
-    """The files, once all are there. Raises the first failure."""
+    """Wait for all files. Raises the first failure."""
     while True:
         done, pending = wait(running, timeout=PROGRESS_SECONDS, return_when=FIRST_EXCEPTION)
         failures = [error for future in done if (error := future.exception()) is not None]

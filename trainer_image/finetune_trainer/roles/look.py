@@ -1,8 +1,8 @@
-"""`python -m finetune_trainer.roles.look`: the first records of a job as training would see them, and what is wrong with them.
+"""`python -m finetune_trainer.roles.look`: the first records of a job as training would see them, and their findings.
 
-For the command line, which waits for it. Imports neither torch nor numpy nor most of transformers, and
-reads no more than the first records of each source. What is found has the ids and the words of preflight, whose code it is; what
-needs the whole of the data is left to preflight.
+It serves the command line, which waits for it. It imports neither torch nor numpy nor most of transformers, and reads only the
+first records of each source. Findings have the ids and the words of preflight, whose code it uses; what needs all of the data is
+left to preflight.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from finetune_trainer.preflight.places import not_vacant, not_writable
 from finetune_trainer.processes.start import die_with, end, keep_torch_out
 
 BATCH = 256
-"""Records that are tokenised at a time."""
+"""Number of records that are tokenised at a time."""
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What of a plan decides how records become tokens."""
+    """Settings of a plan that decide how records become tokens."""
 
     format: DataFormat
     loss_on: LossOn
@@ -67,31 +67,33 @@ class DataSettings:
 
 @dataclass
 class SourceLook:
-    """What was seen of one source."""
+    """Counts of one source."""
 
     split: str
     source: str
     files: int = 0
     records: int = 0
-    """That were read; problems are not counted."""
+    """Number of records that were read, without problems."""
     is_whole: bool = True
-    """All of its records were read."""
+    """Whether all of its records were read."""
     dropped: int = 0
     tokens: int = 0
     supervised: int = 0
     repeated: int = 0
     held_out: int = 0
-    """Training records that are among the held-out ones that were read."""
+    """Number of training records that are among the held-out ones that were read."""
     unread: dict[str, int] = field(default_factory=dict)
-    """Keys that records have and that are not read -> how many have them."""
+    """Keys of records that are not read -> number of records that have them."""
     lengths: dict[int, int] = field(default_factory=dict)
-    """Records by tokens: the smallest power of two that holds them -> how many."""
+    """Histogram of lengths: the smallest power of two that holds the tokens -> number of records."""
 
 
 def look(order: Mapping[str, Any]) -> dict[str, Any]:
-    """order: `claims_root`, `settings`, `sources` with the fields of DatasetPlan, `model` (a directory, or None) and the job's
-    `added_tokens`, `limit` and `shown` (records of each source), `only_existing` (sources that are not there are left out),
-    `model_files` to look at and `places` to write to, or None.
+    """Look at the first records of a job.
+
+    order: `claims_root`, `settings`, `sources` with the fields of DatasetPlan, `model` (a directory, or None) and the job's
+    `added_tokens`, `limit` and `shown` (records of each source), `only_existing` (missing sources are left out), `model_files` to
+    look at and `places` to write to, or None.
     """
     root = Path(order["claims_root"])
     written = order["settings"]
@@ -102,18 +104,18 @@ def look(order: Mapping[str, Any]) -> dict[str, Any]:
         written["chat_template"],
         MappingPlan.model_validate(written["mapping"]),
     )
-    found = [_files_of(each, root) for each in order["sources"]]
+    sources = [_files_of(each, root) for each in order["sources"]]
     if order["only_existing"]:
-        found = [each for each in found if not _is_absent(each)]
+        sources = [each for each in sources if not _is_absent(each)]
     findings = [*_check_places(order["places"], root), *_check_model(order["model_files"])]
-    shared = find_shared((each.named, each.files, ()) for each in found)
+    shared = find_shared((each.named, each.files, ()) for each in sources)
     added = [AddedTokenPlan(**each) for each in order["added_tokens"]]
-    tokenizer, why_not, told = _tokenizer(order["model"], settings, added)
-    findings += told
+    tokenizer, why_not, template_findings = _tokenizer(order["model"], settings, added)
+    findings += template_findings
     looks, shown = [], []
     held_out: set[bytes] = set()
-    # The held-out records first, so that training records can be compared with them.
-    for each in sorted(found, key=lambda source: source.named.split != VALIDATION):
+    # Held-out records come first, so that training records can be compared with them.
+    for each in sorted(sources, key=lambda source: source.named.split != VALIDATION):
         seen, records, found_here = _look_at(each, settings, tokenizer, held_out, limit=order["limit"], num_shown=order["shown"])
         problem = shared.get(each.named)
         findings += [problem] if problem is not None else found_here
@@ -138,7 +140,7 @@ def _is_absent(source: SourceFiles) -> bool:
 
 
 def _check_places(places: Mapping[str, Any] | None, root: Path) -> Iterator[Finding]:
-    """Of the output, and of the workspace if the job is to run here."""
+    """Findings about the output, and about the workspace if the job is to run here."""
     if places is None:
         return
     for name, location in places["written"].items():
@@ -152,7 +154,10 @@ def _check_places(places: Mapping[str, Any] | None, root: Path) -> Iterator[Find
 
 
 def _check_model(model: Mapping[str, Any] | None) -> Sequence[Finding]:
-    """Of the base model's files, if they ought to be here. adapter_base: by what name the plan knows it; None: no adapter."""
+    """Findings about the base model's files, if they should be here.
+
+    adapter_base: the plan's name of the base; None: no adapter.
+    """
     if model is None:
         return ()
     directory = Path(model["directory"])
@@ -166,8 +171,9 @@ def _check_model(model: Mapping[str, Any] | None) -> Sequence[Finding]:
 def _tokenizer(
     directory: str | None, settings: DataSettings, added: Sequence[AddedTokenPlan]
 ) -> tuple[FileTokenizer | None, str, list[Finding]]:
-    """None with the reason in words; without a finding if the files are not here, or not of a kind that is read here: preflight
-    looks at them.
+    """The tokenizer, or None, the reason in words, and findings.
+
+    There is no finding if the files are not here, or are of another kind: preflight looks at them.
     """
     if directory is None or not (Path(directory) / "tokenizer.json").is_file():
         return None, "The tokenizer of the model is not on this machine", []
@@ -266,7 +272,7 @@ def _items(source: SourceFiles, settings: DataSettings) -> Iterator[Record | Rec
 def _made(
     items: Sequence[Record | RecordProblem], settings: DataSettings, tokenizer: FileTokenizer | None
 ) -> Iterator[tuple[Any, Any]]:
-    """Each record with its TokenizedDocument, or the problem that tokenising shows; None without a tokenizer."""
+    """Each record with its TokenizedDocument, or with the problem that tokenising shows, or with None without a tokenizer."""
     if tokenizer is None:
         yield from ((item, None) for item in items)
         return
@@ -285,12 +291,12 @@ def _made(
 
 
 def _digest(record: Record) -> bytes:
-    said = json.dumps([record.prompt, record.completion, record.messages, record.tools], sort_keys=True)
-    return blake2b(said.encode(errors="replace"), digest_size=8).digest()
+    content = json.dumps([record.prompt, record.completion, record.messages, record.tools], sort_keys=True)
+    return blake2b(content.encode(errors="replace"), digest_size=8).digest()
 
 
 def _pieces(tokenizer: FileTokenizer, made: Any) -> list[tuple[str, bool]]:
-    """The text in pieces that are supervised, or are not."""
+    """The text in pieces that are entirely supervised or not."""
     pieces: list[tuple[list[int], bool]] = []
     for token, is_learnt in zip(made.input_ids, made.supervised, strict=True):
         if not pieces or pieces[-1][1] != is_learnt:
@@ -300,26 +306,26 @@ def _pieces(tokenizer: FileTokenizer, made: Any) -> list[tuple[str, bool]]:
 
 
 def _plain_pieces(record: Record) -> list[tuple[str, bool]]:
-    """Without a tokenizer there is no template; nor is it known what is learnt."""
+    """The text without a tokenizer, so without a template; which parts of a chat are learnt is then unknown."""
     if record.messages:
         return [(f"{turn['role']}: {turn['content']}\n", False) for turn in record.messages]
     return [(record.prompt, False), (record.completion, True)]
 
 
 def main() -> int:
-    """Answer the order on standard input: JSON on standard output."""
-    # It ends before collections would pay.
+    """Answer the order on standard input with JSON on standard output."""
+    # The process ends before collections would pay off.
     gc.disable()
     parser = argparse.ArgumentParser(prog="python -m finetune_trainer.roles.look", description=__doc__)
     parser.add_argument("--parent", type=int, required=True, help="process with which this one ends")
     parser.add_argument("--seconds", type=int, required=True, help="after which SIGALRM ends it")
     arguments = parser.parse_args()
     die_with(arguments.parent)
-    # No code of this process has a say in its end.
+    # No code of this process can delay its end.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(arguments.seconds)
     answer = os.fdopen(os.dup(1), "w")
-    # What libraries print is no part of the answer.
+    # Output of libraries is no part of the answer.
     os.dup2(2, 1)
     keep_torch_out()
     keep_rest_of_transformers_out()

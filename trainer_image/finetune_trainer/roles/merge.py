@@ -1,6 +1,6 @@
 """The `merge` role: keep the trained adapter, merge it into the base, verify the merged model, describe what is released.
 
-A merged model that fails its verification is quarantined. Sending the results anywhere is the matter of the publish role.
+A merged model that fails its verification is quarantined. The publish role sends the results.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ log = logging.getLogger(__name__)
 
 
 def merge(context: RunContext) -> TerminationReport:
-    """Do what the plan's method needs; may be run again after it was killed. Raises VerificationError, MergeError, OSError.
+    """Do what the plan's method needs. May be run again after it was killed. Raises VerificationError, MergeError, OSError.
 
-    The trained adapter has its final name before the merge begins, and SHA256SUMS is written last: it says that all is there.
+    The trained adapter gets its final name before the merge begins. SHA256SUMS is written last, and means that everything is
+    there.
     """
     plan, trained, output = context.plan, context.workspace.adapter, context.output
     require_links_inside(context.base_model, context.base_model_root)
@@ -68,7 +69,7 @@ def merge(context: RunContext) -> TerminationReport:
     serving = check_adapter(trained, plan, context.base_model) if plan.method.trains_adapter else None
     output.root.mkdir(parents=True, exist_ok=True)
     layout, digest = release_layout(plan), file_sha256(trained / MANIFEST_FILE)
-    # Of the merged model: the one that is there, because a model under that name has been verified.
+    # A merged model that exists under its final name has been verified, so its digest is expected.
     expected = {output.adapter: digest} if layout.has_adapter else {}
     expected |= {output.merged: _merged_digest(context, digest)} if layout.has_merged else {}
     digests = {f"{path.name}/{MANIFEST_FILE}": sha256 for path, sha256 in expected.items()}
@@ -101,7 +102,7 @@ def merge(context: RunContext) -> TerminationReport:
         }
     if serving is not None:
         facts["vllm"] = serving.text()
-    # What is complete stays as it is, byte for byte, whatever a second verification took.
+    # Complete results stay as they are, byte for byte, whatever a second verification took.
     if was_complete:
         facts |= release_digests(output)
     else:
@@ -110,7 +111,7 @@ def merge(context: RunContext) -> TerminationReport:
 
 
 def _merged_digest(context: RunContext, trained: str) -> str:
-    """Of the manifest that the merged model has when all is done; empty: it is still to be made."""
+    """Digest of the manifest that the merged model has at the end; empty if it is still to be made."""
     if not context.plan.method.trains_adapter:
         return trained
     manifest = context.output.merged / MANIFEST_FILE
@@ -124,16 +125,16 @@ def _merge_and_verify(
     *,
     was_complete: bool,
 ) -> VerificationReport:
-    """The merged model under its final name. describe: writes the report of the run if the model fails.
+    """Merge and verify, and give the merged model its final name. describe: writes the report of the run if the model fails.
 
     Raises VerificationError, MergeError, OSError.
     """
     plan, output, trained = context.plan, context.output, context.workspace.adapter
     packed = _packed_in_training(context)
-    # Complete results keep their own report; a second one, which says how long it took, stays on the workspace.
+    # Complete results keep their own report; a second one, which has other times, stays on the workspace.
     paths = output.merged_paths(context.workspace.root if was_complete else None)
     digests = FileDigests()
-    # While the merge runs, which waits for the disk.
+    # Hash while the merge runs, which waits for the disk.
     digests.begin(context.base_model / name for name in read_checkpoint(context.base_model).file_bytes)
     merge_adapter(
         MergeOptions(
@@ -152,7 +153,7 @@ def _merge_and_verify(
         _withdraw(output, paths)
         try:
             describe(failed, Samples(reason="the merged model failed its verification"))
-        except (OSError, TrainerError) as error:  # the verdict is what people have to see
+        except (OSError, TrainerError) as error:  # users must see the verdict
             log.warning("%s: there is no report of the run: %s", output.report, error)
 
     return verify_and_name(
@@ -171,18 +172,18 @@ def _merge_and_verify(
 
 
 def _withdraw(output: OutputLayout, failed: MergedPaths) -> None:
-    """The results are not complete any more: nothing describes them but the reports of the verification that failed."""
+    """Mark the results as incomplete: only the reports of the failed verification describe them."""
     remove_checksums(output)
     for described in (output.report, output.report_data, output.model_card, output.provenance, output.adapter / CARD):
         described.unlink(missing_ok=True)
     shown = output.merged_paths()
-    for found, kept in ((failed.report, shown.report), (failed.page, shown.page)):
-        if found != kept:
-            write_durably(kept, found.read_bytes())
+    for written, kept in ((failed.report, shown.report), (failed.page, shown.page)):
+        if written != kept:
+            write_durably(kept, written.read_bytes())
 
 
 def _packed_in_training(context: RunContext) -> Quantization | None:
-    """How training packed the base, where that can be written out or compared with; None: it did not, or in 8 bits."""
+    """How training quantized the base, if that can be reproduced or compared; None if it did not, or used 8 bits."""
     plan = context.plan
     if plan.method.quantization is None or (plan.method.quantization.bits != 4 and plan.merge.base is MergeBase.ORIGINAL):
         return None
@@ -200,19 +201,19 @@ def _figures(report: VerificationReport) -> dict[str, str]:
 
 
 def _gate(context: RunContext) -> VerificationGate:
-    """The thresholds of the element types, with the plan's own in their place."""
+    """The thresholds of the element types, replaced by the plan's own if it has some."""
     merge = context.plan.merge
     gate = gate_of_merge(context.base_model, merge.dtype.value if merge.dtype else None)
     if merge.max_kl_divergence is not None:
         gate = dataclasses.replace(gate, max_mean_kl=merge.max_kl_divergence)
     if merge.min_top1_agreement is not None:
-        # A share that someone asked for is meant to the position.
+        # A share that a user asked for is meant exactly, without excused positions.
         gate = dataclasses.replace(gate, min_top1_agreement=merge.min_top1_agreement, max_excused=0)
     return gate
 
 
 def check_trained(directory: Path, plan_sha256: str) -> int:
-    """The trained result is complete, whole and of this plan; the step that it is of. Raises CheckpointError."""
+    """Check that the trained result is complete, undamaged and of this plan; returns its step. Raises CheckpointError."""
     hint = "delete it and train again: training resumes from the last checkpoint"
     try:
         manifest = json.loads(read_own(directory / MANIFEST_FILE))
@@ -229,9 +230,9 @@ def check_trained(directory: Path, plan_sha256: str) -> int:
 
 
 def publish_copy(source: Path, final: Path) -> None:
-    """Copy a directory of plain files durably and rename it to `final`; an equal one there is kept, another one replaced.
+    """Copy a directory of plain files durably and rename it to `final`, where an equal one is kept and another one replaced.
 
-    Raises CheckpointError for a link, which somebody else has put there, and OSError.
+    Raises CheckpointError for a link, which was put there by something else, and OSError.
     """
     for leftover in final.parent.glob(f"{final.name}{TEMPORARY_MARK}*"):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -1,8 +1,7 @@
-"""`python -m finetune_trainer.roles.merge_command`: adapters and a base -> a merged model, verified before it takes its name.
+"""`python -m finetune_trainer.roles.merge_command`: adapters and a base -> a merged model, verified before it gets its name.
 
-Standard output: JSON lines {"written": n, "total": n}, at most one per second, and at the end {"report": {...}}. What goes wrong
-is one message on standard error; the exit code is that of its failure class. A run that was stopped continues when it is
-started again.
+Standard output: JSON lines {"written": n, "total": n}, at most one per second, and at the end {"report": {...}}. An error is one
+message on standard error, and the exit code is that of its failure class. A stopped run continues when it is started again.
 """
 
 from __future__ import annotations
@@ -44,15 +43,17 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 1.0
 VERIFICATION = "finetune_trainer.verify.verification"
 LONGEST_WAIT_FOR_PYTHON = 0.0005
-"""Seconds. Threads that hash or compare files need Python's lock between two blocks; while another one imports, they wait ten
-times as long by default, which is half as long as a block takes."""
+"""Seconds. Threads that hash or compare files need Python's lock between two blocks; while another thread imports, they wait ten
+times as long by default, which is half as long as a block takes.
+"""
 WAITING_THREADS_SLEEP = ("OMP_WAIT_POLICY", "passive")
-"""Read by torch's OpenMP library when it is loaded. By default a thread of an operation spins on its processor for a while after
-each one, and keeps it from threads that hash and read."""
+"""Setting of torch's OpenMP library, which reads it when it is loaded. By default a thread of an operation spins on its processor
+for a while after each one, and keeps it from threads that hash and read.
+"""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments."""
+    """Build the parser of the arguments."""
     arguments = argparse.ArgumentParser(prog="python -m finetune_trainer.roles.merge_command", description=__doc__)
     arguments.add_argument("--parent", type=int, help="process with which this one ends")
     arguments.add_argument("--base", type=Path, required=True, help="directory of the base model (safetensors)")
@@ -87,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class ProgressLines:
-    """Prints how far a merge is."""
+    """Prints the progress of a merge."""
 
     def __init__(self) -> None:
         self._last = float("-inf")
@@ -104,7 +105,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.verify:
         os.environ.setdefault(*WAITING_THREADS_SLEEP)
         sys.setswitchinterval(LONGEST_WAIT_FOR_PYTHON)
-        # Beside the import of torch, which takes one processor.
+        # Hash during the import of torch, which takes one processor.
         digests.begin(arguments.base / name for name in read_checkpoint(arguments.base).file_bytes)
     from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 
@@ -124,13 +125,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     importing = Thread(target=preload, args=(VERIFICATION,), daemon=True)
     if arguments.verify:
-        # Beside the merge, which waits for the disk. It takes more memory than the merge, and less than what comes next.
+        # Import during the merge, which waits for the disk. Both together need less memory than what comes next.
         importing.start()
     merged = merge_adapter(options, ProgressLines())
     report = {**dataclasses.asdict(merged), "output": str(output)}
     if not arguments.verify:
         return report
-    # While the rest is imported, which takes one processor.
+    # Hash while the rest is imported, which takes one processor.
     digests.begin(options.output / name for name in read_checkpoint(options.output).file_bytes)
     from finetune_trainer.verify.tensors import check_tensors
 
@@ -153,7 +154,7 @@ def _verify(
     tensors: TensorFigures,
     started: float,
 ) -> dict[str, Any]:
-    """What the verification adds to the report. Raises VerificationError, and as `verify_and_name` does."""
+    """The verification's part of the report. Raises VerificationError, and as `verify_and_name` does."""
     from finetune_trainer.verify.prompts import default_prompts
     from finetune_trainer.verify.verification import gate_of_merge, verify_and_name
 
@@ -169,7 +170,7 @@ def _verify(
         gate=gate_of_merge(options.base, options.dtype),
         quantization=quantization,
         merged_onto=arguments.base_form,
-        # Nobody has recorded what the adapter was trained on, and no option lets the base's own code run.
+        # There is no record of what the adapter was trained on, and no option allows the base's own code.
         base_sha256=None,
         allow_remote_code=False,
         withdraw=lambda _report: None,
@@ -182,7 +183,7 @@ def _verify(
 
 
 def read_prompts(path: Path, tokenizer: Path) -> list[list[int]]:
-    """Token ids of the prompts in a file. tokenizer: directory of the one that turns text into ids. Raises ConfigError."""
+    """Token ids of the prompts in a file. tokenizer: directory of the tokenizer for prompts of text. Raises ConfigError."""
     prompts: list[list[int]] = []
     texts = None
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -209,7 +210,7 @@ def read_prompts(path: Path, tokenizer: Path) -> list[list[int]]:
 
 
 def _ids(line: str) -> list[int] | None:
-    """The token ids of a JSON array, None for text."""
+    """The token ids of a JSON array, or None for text."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -226,11 +227,11 @@ def _shard_bytes(text: str) -> int:
 
 
 def _quantization(arguments: argparse.Namespace) -> Quantization | None:
-    """How the training packed the base: None where neither option speaks of it."""
+    """How the training quantized the base, or None if neither option mentions it."""
     given = arguments.quantization
     if given is None and arguments.base_form is MergeBase.ORIGINAL:
         return None
-    # Only if they are needed: most merges need no plan.
+    # Imported only if needed: most merges need no plan.
     from finetune_job.api.method import QuantizationSpec
     from finetune_job.plan.choices import Choices
     from finetune_job.plan.resolve_model import quantization_plan
@@ -246,7 +247,7 @@ def _quantization(arguments: argparse.Namespace) -> Quantization | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Run the merge and return the exit code."""
     arguments = parser().parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     try:

@@ -1,8 +1,9 @@
 """The order of preflight: storage, model files, tokenizer, structure, data, and whether they fit; then data and report are
-written. The rehearsal begins as soon as the structure is known, and runs while the data is prepared.
+written.
 
-Every check runs that can, so that a user sees all findings at once; a check is left out only if what it looks at does not exist.
-A refusal leaves nothing on the workspace but reports. Called by `python -m finetune_trainer preflight`.
+The rehearsal begins as soon as the structure is known, and runs while the data is prepared. Every possible check runs, so that a
+user sees all findings at once; a check is left out only if what it looks at does not exist. A refusal leaves only reports on the
+workspace. Called by `python -m finetune_trainer preflight`.
 """
 
 from __future__ import annotations
@@ -70,45 +71,45 @@ _CHOICES = TypeAdapter(tuple[Choice, ...])
 
 @dataclass
 class PreflightInspection(JobInspection):
-    """With the process that has torch."""
+    """An inspection with the process that has imported torch."""
 
     process: ModelProcess | None = None
-    """None: it is not needed yet, or not any more."""
+    """None before it is needed, and after it has ended."""
     key: str = ""
-    """Of the rehearsal, where its verdict may be kept for other jobs."""
+    """Key of the rehearsal, under which its verdict may be kept for other jobs."""
 
     def begin_process(self) -> None:
-        """Now, because its imports take longer than all that comes before it is asked."""
+        """Start the process early, because its imports take longer than everything before its first use."""
         if not torch_is_here():
             self.process = self.until_done.enter_context(ModelProcess(self.context))
 
 
 def check_added_tokens(seen: PreflightInspection) -> Iterable[Finding]:
-    """Let the process look at the base with the added tokens: as any other, it is told of one directory."""
-    found = [*add_tokens(seen)]
+    """Make the base with the added tokens, then start the process, which is given one directory as usual."""
+    findings = [*add_tokens(seen)]
     if seen.added is not None:
         seen.begin_process()
-    return found
+    return findings
 
 
 def check_structure(seen: PreflightInspection) -> Iterable[Finding]:
-    """Fill in `structure`, in a process of its own unless this one has torch already."""
+    """Fill in `structure`, in a process of its own unless this one has already imported torch."""
     if seen.process is None:
-        seen.structure, found = check_model(seen.plan, seen.context.base_model)
+        seen.structure, findings = check_model(seen.plan, seen.context.base_model)
     else:
-        seen.structure, found = seen.process.check()
-    return found
+        seen.structure, findings = seen.process.check()
+    return findings
 
 
 def begin_rehearsal(seen: PreflightInspection) -> Iterable[Finding]:
     """Let the process rehearse the job while the data is prepared, or end it: it holds as much memory as all the rest.
 
-    What is refused after this ends the rehearsal, as if it had not begun.
+    A refusal after this ends the rehearsal as if it had not begun.
     """
     if seen.plan.rehearses and seen.structure is not None and nothing_refused(seen):
         files = seen.known_files
         seen.key = rehearsal_key(seen.plan, seen.context.base_model, files.digest, files.weight_bytes)
-        # Who can write to the claim can plant a verdict.
+        # Anyone who can write to the claim could plant a verdict.
         kept = None if _requires_rehearsal(seen) else find_verdict(seen.context, seen.key)
         if kept is None:
             seen.process = seen.process or seen.until_done.enter_context(ModelProcess(replace(seen.context, plan=seen.plan)))
@@ -127,18 +128,21 @@ def is_rehearsing(seen: PreflightInspection) -> bool:
 
 
 def rehearse(seen: PreflightInspection) -> Iterable[Finding]:
-    """Fill in `rehearsal`."""
+    """Wait for the rehearsal and fill in `rehearsal`."""
     if seen.process is not None:
         seen.rehearsal = seen.process.rehearsal()
         keep_verdict(seen.context, seen.key, seen.rehearsal)
     if _requires_rehearsal(seen):
-        # Skipping it, which these advise, would be refused.
-        return [each.model_copy(update={"fix": "", "changes": ()}) if each.changes else each for each in seen.rehearsal.findings]
+        # The findings' changes skip the rehearsal, which would be refused.
+        return [
+            finding.model_copy(update={"fix": "", "changes": ()}) if finding.changes else finding
+            for finding in seen.rehearsal.findings
+        ]
     return seen.rehearsal.findings
 
 
 def require_rehearsal(seen: PreflightInspection) -> Iterable[Finding]:
-    """If the profile says so, nothing but a rehearsal that passed will do."""
+    """If the profile requires a rehearsal, only one that passed will do."""
     placement = seen.plan.placement
     if placement is None or not _requires_rehearsal(seen) or seen.rehearsal.verdict is Verdict.PASSED:
         return ()
@@ -159,7 +163,7 @@ CHECKS: tuple[CheckStep[PreflightInspection], ...] = (
     CheckStep(check_expressions),
     CheckStep(check_structure, (files_are_whole, base_is_made, expressions_compile)),
     CheckStep(begin_rehearsal),
-    # The last that forks this process: what reads tables of data starts threads.
+    # The last check that forks this process, since reading tables of data starts threads.
     CheckStep(check_token_rows, (has_structure, has_tokenizer)),
     CheckStep(check_data),
     CheckStep(check_fit),
@@ -172,11 +176,11 @@ CHECKS: tuple[CheckStep[PreflightInspection], ...] = (
     CheckStep(rehearse, (is_rehearsing, nothing_refused)),
     CheckStep(require_rehearsal, (nothing_refused,)),
 )
-"""In the order in which findings are shown; those of the model are listed in preflight/model_checks.py."""
+"""Checks in the order in which findings are shown; those of the model are listed in preflight/model_checks.py."""
 
 
 def run(context: RunContext) -> TerminationReport:
-    """Check everything and prepare the data. Raises OSError if the workspace fails while it is written."""
+    """Check everything and prepare the data. Raises OSError if the workspace cannot be written."""
     seen = PreflightInspection(context)
     with seen.until_done:
         if not context.plan.model.added_tokens:
@@ -192,7 +196,7 @@ def run(context: RunContext) -> TerminationReport:
         for chosen in (*seen.structure.batches, *(() if resharding is None else (resharding,))):
             log.info("%s: %s, because %s", chosen.field, format_value(chosen.value), chosen.reason)
         lora = seen.plan.method.lora
-        # The last that is written but for the data: a refusal leaves nothing behind.
+        # Written last before the data, so that a refusal leaves nothing behind.
         first_values = computed_first_values(seen.context) if lora is not None and lora.starts_from_base else None
         data_hash = seen.known_data.publish()
     return _accepted(seen, _model_report(seen, data_hash), first_values)
@@ -280,7 +284,7 @@ def _refused(seen: JobInspection) -> TerminationReport:
         findings=[*errors, *(finding for finding in seen.findings if finding.severity != "error")],
         findings_total=len(seen.findings),
         facts={
-            # Refused before it, the job was not rehearsed for another reason than its own wish.
+            # If an earlier check failed, the rehearsal was not skipped because the job asked for it.
             **(_rehearsal_facts(seen.rehearsal) if seen.rehearsal is not SKIPPED or not seen.plan.rehearses else {}),
             **(seen.memory.facts if seen.memory is not None else {}),
         },
@@ -288,8 +292,8 @@ def _refused(seen: JobInspection) -> TerminationReport:
 
 
 def _rehearsal_facts(rehearsal: RehearsalReport) -> dict[str, str]:
-    found = {"rehearsal": rehearsal.verdict.value, "rehearsal_seconds": str(rehearsal.seconds)}
-    return found | ({"rehearsal_kept_since": rehearsal.kept_since} if rehearsal.kept_since else {})
+    facts = {"rehearsal": rehearsal.verdict.value, "rehearsal_seconds": str(rehearsal.seconds)}
+    return facts | ({"rehearsal_kept_since": rehearsal.kept_since} if rehearsal.kept_since else {})
 
 
 def _failure(finding: Finding) -> FailureClass:

@@ -1,4 +1,4 @@
-"""The `publish` role: bring the results to where the plan says. May be killed and run again at any point."""
+"""The `publish` role: bring the results to the plan's destination. It may be killed and run again at any point."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ Location = ClaimPath | HubPath | BucketPath | RegistryPath
 
 @dataclass
 class _StopSignal:
-    """SIGTERM, as the threads that send see it."""
+    """A SIGTERM, for the threads that send."""
 
     stop: threading.Event = field(default_factory=threading.Event)
     came: bool = False
 
 
 def publish(context: RunContext, credentials: Credentials, patience: RetryPolicy | None = None) -> TerminationReport:
-    """Bring the release.
+    """Publish the release.
 
     Raises DestinationRefusedError, DestinationUnavailableError, CheckpointError if the results are not what the merge left,
     PreemptedError, OSError.
@@ -82,7 +82,7 @@ def publish(context: RunContext, credentials: Credentials, patience: RetryPolicy
 def _signed_releases(
     plan: PublishPlan, release: Release, credentials: Credentials, scratch: Path
 ) -> list[tuple[Location, Release]]:
-    """Where what goes, in the order of publishing; each with a signature of its own if there is a key."""
+    """Locations and what goes there, in the order of publishing, each with a signature of its own if there is a key."""
     location = parse_destination(plan.destination)
     releases: list[tuple[Location, Release]] = [(location, release)]
     if isinstance(location, HubPath):
@@ -136,7 +136,7 @@ def _open(
 
 @contextmanager
 def _sigterm() -> Iterator[_StopSignal]:
-    """SIGTERM stops what is being sent; a container's first process would otherwise not notice it at all."""
+    """Stop sending at SIGTERM, which a container's first process would otherwise ignore."""
     end = _StopSignal()
 
     def came(_number: int, _frame: object) -> None:

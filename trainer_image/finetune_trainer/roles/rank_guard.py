@@ -1,7 +1,7 @@
-"""The supervisor's guard of its node's ranks: it ends those that never give a sign of life, that stall, or that do not end.
+"""The supervisor's guard of its node's ranks: it ends ranks that never give a sign of life, that stall, or that do not end.
 
-A rank's own watchdog (ranks/watchdog.py) knows more, but it cannot watch a rank that never reaches it, or that has reported how
-it ended and still runs. torchrun's agent sees nothing wrong with a process that merely waits.
+A rank's own watchdog (ranks/watchdog.py) knows more, but it cannot watch a rank that never reaches it, or that has reported its
+end and still runs. To torchrun's agent a process that merely waits looks healthy.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from finetune_trainer.ranks.start_signs import read_started, start_stacks
 
 log = logging.getLogger(__name__)
 END_SECONDS = 120.0
-"""How long a rank may run after it has reported how it ended. One that saw a collective fail waits a quarter of a minute."""
+"""Time that a rank may run after it has reported its end. One that saw a collective fail waits a quarter of a minute."""
 AGENT_END_SECONDS = 420.0
-"""How long torchrun's agent may run after its last rank has ended. It waits 300 s for the agents of other nodes."""
+"""Time that torchrun's agent may run after its last rank has ended. It waits 300 s for the agents of other nodes."""
 LOOK_SECONDS = 0.5
 _STACKS_SECONDS = 2.0
-"""How long a rank may take to write its stacks after it was asked for them."""
+"""Time that a rank may take to write its stacks after it was asked for them."""
 
 
 @dataclass
 class LocalRanks:
-    """What was seen of this node's ranks, each with the moment on the monotonic clock at which it was first seen."""
+    """Signs of this node's ranks, each with the time on the monotonic clock at which it was first seen."""
 
     started: dict[int, float] = field(default_factory=dict)
     spoken: dict[int, float] = field(default_factory=dict)
-    """Their watchdogs run, or they have reported how they ended."""
+    """Ranks whose watchdogs run, or that have reported their end."""
     reported: dict[int, float] = field(default_factory=dict)
 
     def see(self, started: Collection[int], spoken: Collection[int], reported: Collection[int], now: float) -> None:
-        """Note what is new."""
+        """Record new signs."""
         for known, ranks in ((self.started, started), (self.spoken, {*spoken, *reported}), (self.reported, reported)):
             for rank in ranks:
                 known.setdefault(rank, now)
@@ -65,7 +65,7 @@ class LocalRanks:
         return sorted(set(ranks) - self.spoken.keys())
 
     def endless(self, seconds: float, now: float) -> list[int]:
-        """Ranks that reported how they ended so long ago."""
+        """Ranks that reported their end at least `seconds` ago."""
         return sorted(rank for rank, since in self.reported.items() if now - since >= seconds)
 
 
@@ -86,7 +86,7 @@ class RankGuard:
         self._thread.start()
 
     def end(self) -> None:
-        """The agent has ended."""
+        """Stop watching, because the agent has ended."""
         self._ended.set()
         self._thread.join()
 
@@ -96,11 +96,11 @@ class RankGuard:
                 if self._look():
                     return
             except OSError:
-                # A workspace that is away may come back.
+                # The workspace may only be absent for a while.
                 log.exception("the guard of this node's ranks could not look")
 
     def _look(self) -> bool:
-        """Act on what is seen; True once nothing is left to do."""
+        """Act on new signs; returns True once nothing is left to do."""
         now = time.monotonic()
         if (stall := read_stall(self._stacks)) is not None:
             self._end_after_verdict(stall)
@@ -124,7 +124,7 @@ class RankGuard:
         return False
 
     def _declare(self, silent: list[int], started: Mapping[int, int]) -> None:
-        """Give the verdict that ranks never spoke, with the stacks of those that can write them."""
+        """Write the verdict that ranks never spoke, with the stacks of those that can write them."""
         texts = [f"rank {rank}:\n{stacks}" for rank in silent if (stacks := self._stacks_of(rank, started.get(rank)))]
         stall = never_spoke(silent, self._node_rank, self._timeouts.start, time.time())
         log.error("%s", stall.message)
@@ -144,7 +144,7 @@ class RankGuard:
     def _end_after_verdict(self, stall: Stall) -> None:
         """End the silent ranks of this node, and the agent if that was not enough.
 
-        An agent sees nothing wrong with a process that is only stopped, and gives it all the time for saving that it cannot use.
+        To an agent, a stopped process looks healthy, and gets the full time for saving that it cannot use.
         """
         reported = self._reports / rank_report_name(stall.rank)
         deadline = time.monotonic() + self._timeouts.collection + self._timeouts.silence

@@ -1,11 +1,12 @@
-"""`python -m finetune_trainer.roles.rehearse`: a process that imports torch and the libraries around it once, and whose forks
-look at the model and rehearse the job.
+"""`python -m finetune_trainer.roles.rehearse`: imports torch and its libraries once; its forks check the model and rehearse the
+job.
 
-So torch leaves memory with it, and is imported once. It begins with preflight and imports while files and tokenizer are looked
-at; the rehearsal runs while the data is prepared. It never computes itself, so that it has a single thread whenever it forks.
+So torch leaves memory with this process, and is imported once. The process begins with preflight and imports while files and
+tokenizer are checked; the rehearsal runs while the data is prepared. It never computes itself, so that it has a single thread
+whenever it forks.
 
 Standard input: the plan. Standard output: one JSON object per line: `{"finding": ...}`, `{"checked": ...}` and `{"stage": ...}`
-as they come and `{"report": ...}` last. What libraries print goes to standard error. Called by preflight, and by finetune_cli.
+as they come and `{"report": ...}` last. Output of libraries goes to standard error. Called by preflight, and by finetune_cli.
 """
 
 from __future__ import annotations
@@ -61,25 +62,25 @@ from finetune_trainer.rehearsal.verdicts import not_done_finding
 
 log = logging.getLogger(__name__)
 SECONDS = 600.0
-"""For all of it by the clock, from the word to begin: so that a pod that is starved ends, too."""
+"""Time bound of the rehearsal on the clock, so that a pod without processor time ends, too."""
 PROCESSOR_SECONDS = 110.0
-"""For all of it on processors: what two ranks take in less than a minute on two of them, however busy these are."""
+"""Bound of the rehearsal's processor time, which two ranks on two processors use in less than a minute."""
 ENDING_SECONDS = 3.0
-"""What it may take to end its children after that."""
+"""Additional time in which it may end its children."""
 MEMORY_BYTES = 3 << 30
 ANSWER_BYTES = (2 * CHECK_BYTES) + (4 << 20)
-"""Of all its lines together: what was found of the model as a text within a line, and a report of some KB."""
+"""Bound of all its lines together: the findings about the model as a text within a line, and a report of some KB."""
 NAME = "rehearsal"
-"""Of the temporary directory on the workspace."""
+"""Name of the temporary directory on the workspace."""
 CHECK, REHEARSE = b"c", b"r"
 """Commands of preflight, in this order."""
 DEVICES = "CUDA_VISIBLE_DEVICES"
 _REMOVAL_SECONDS = 5.0
-"""For ranks of a rehearsal that was ended to write no more."""
+"""Time in which ranks of an ended rehearsal stop writing."""
 
 
 class _CheckEnd(BaseModel):
-    """How the process that looks at the model ended, as a line says it."""
+    """How the process that checks the model ended, as a line of the answer."""
 
     code: int
     exceeded: Exceeded | None
@@ -87,7 +88,7 @@ class _CheckEnd(BaseModel):
 
 
 class _AnswerLine(BaseModel):
-    """A line of the answer, as far as preflight asks for it."""
+    """A line of the answer, with the parts that preflight needs."""
 
     checked: _CheckEnd | None = None
     report: RehearsalReport | None = None
@@ -97,7 +98,9 @@ _LINE = TypeAdapter(_AnswerLine)
 
 
 class ModelProcess:
-    """This program as a process next to preflight. As a context it is killed at the end, and leaves nothing on the workspace."""
+    """This program as a child process of preflight. As a context manager it is killed at the end, and leaves nothing on the
+    workspace.
+    """
 
     def __init__(self, context: RunContext) -> None:
         self._context, self._began = context, time.monotonic()
@@ -128,22 +131,22 @@ class ModelProcess:
         return start_answering(command, environment | on_cpu(), given, ANSWER_BYTES, pass_fds=(commands,))
 
     def check(self) -> Checked:
-        """As `check_model`. Raises ModelCheckError if the process fails."""
+        """Check the model as `check_model` does. Raises ModelCheckError if the process fails."""
         self._tell(CHECK)
-        found = wait_for_line(self._child, time.monotonic() + WALL_SECONDS)
+        line = wait_for_line(self._child, time.monotonic() + WALL_SECONDS)
         directory = self._context.base_model
-        if isinstance(found, ChildEnd):
-            return checked(found, directory)
+        if isinstance(line, ChildEnd):
+            return checked(line, directory)
         try:
-            said = parse_answer(found, _LINE).checked
+            check_end = parse_answer(line, _LINE).checked
         except ValueError:
-            said = None
-        if said is None:
-            return checked(ChildEnd(0, found), directory)
-        return checked(ChildEnd(said.code, said.answer.encode(), said.exceeded), directory)
+            check_end = None
+        if check_end is None:
+            return checked(ChildEnd(0, line), directory)
+        return checked(ChildEnd(check_end.code, check_end.answer.encode(), check_end.exceeded), directory)
 
     def begin_rehearsal(self) -> None:
-        """Let it rehearse, on its own."""
+        """Start the rehearsal, which runs on its own."""
         self._began, self.is_rehearsing = time.monotonic(), True
         workspace = self._context.workspace.root
         workspace.mkdir(parents=True, exist_ok=True)
@@ -153,18 +156,18 @@ class ModelProcess:
         self._tell(REHEARSE)
 
     def rehearsal(self) -> RehearsalReport:
-        """The verdict, when it has one. It has ended then."""
+        """Wait for the end of the process; returns the rehearsal's verdict."""
         deadline = self._began + SECONDS + ENDING_SECONDS
-        ended = next(found[1] for found in wait_for_ends([self._child], deadline) if found is not None)
+        ended = next(end[1] for end in wait_for_ends([self._child], deadline) if end is not None)
         self.close()
         return self._report(ended)
 
     def close(self) -> None:
-        """End it, unless it has ended."""
+        """End the process, unless it has ended."""
         self._stack.close()
 
     def _tell(self, command: bytes) -> None:
-        with suppress(BrokenPipeError):  # how it has ended is asked for next
+        with suppress(BrokenPipeError):  # the next read reports how it ended
             os.write(self._commands, command)
 
     def _report(self, ended: ChildEnd) -> RehearsalReport:
@@ -191,7 +194,7 @@ class ModelProcess:
 
 
 def _remove(scratch: Path) -> None:
-    """With what ranks still wrote that end with their parent."""
+    """Remove the directory, also what ranks still write that end with their parent."""
     deadline = time.monotonic() + _REMOVAL_SECONDS
     shutil.rmtree(scratch, ignore_errors=True)
     while scratch.exists() and time.monotonic() < deadline:
@@ -200,12 +203,12 @@ def _remove(scratch: Path) -> None:
 
 
 def on_cpu() -> dict[str, str]:
-    """Variables of the process: no accelerator, and one thread for each rank."""
+    """Environment variables of the process: no accelerator, and one thread for each rank."""
     return {DEVICES: "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0: all was said that was asked for."""
+    """Do what the arguments ask for; returns 0 if everything was answered."""
     started = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m finetune_trainer.roles.rehearse", description=__doc__)
     parser.add_argument("--parent", type=int, required=True, help="process to die with")
@@ -233,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class _Order:
-    """What this process is for."""
+    """The task of this process."""
 
     plan: RunPlan
     model: Path
@@ -242,24 +245,24 @@ class _Order:
 
 
 LIBRARIES = ("finetune_trainer.rehearsal.run", "finetune_trainer.roles.merge")
-"""What the model's check and the rehearsal need."""
+"""Modules that the model's check and the rehearsal need."""
 
 
 def import_libraries(plan: RunPlan) -> None:
-    """Import them, and make what every one of their processes would make again."""
+    """Import the libraries, and compute once what every forked process would compute again."""
     keep_bitsandbytes_out(plan)
     preload(*LIBRARIES)
     compile_conversions()
 
 
 def _obey(order: _Order, commands: int, devices: str | None) -> None:
-    """commands: descriptor from which they are read, until preflight closes it. devices: for the look at the model."""
+    """Obey preflight's commands until it closes their descriptor. devices: for the check of the model."""
     import_libraries(order.plan)
     while command := os.read(commands, 1):
         if command == CHECK:
             ended = _look(order, (order.answer.fileno(), commands), {DEVICES: devices})
-            said = _CheckEnd(code=ended.code, exceeded=ended.exceeded, answer=ended.answer.decode(errors="replace"))
-            _write_line(order.answer, checked=said.model_dump(mode="json"))
+            check_end = _CheckEnd(code=ended.code, exceeded=ended.exceeded, answer=ended.answer.decode(errors="replace"))
+            _write_line(order.answer, checked=check_end.model_dump(mode="json"))
             order = _with_batches(order, ended)
         elif command == REHEARSE:
             _rehearse(order, time.monotonic(), None)
@@ -267,7 +270,7 @@ def _obey(order: _Order, commands: int, devices: str | None) -> None:
 
 
 def _with_batches(order: _Order, ended: ChildEnd) -> _Order:
-    """With what was chosen for the model that has been looked at."""
+    """The order with the plan's choices for the checked model."""
     try:
         structure = checked(ended, order.model)[0]
     except ModelCheckError:
@@ -276,9 +279,10 @@ def _with_batches(order: _Order, ended: ChildEnd) -> _Order:
 
 
 def _look(order: _Order, private: Sequence[int], variables: Mapping[str, str | None]) -> ChildEnd:
-    """How a fork has ended that looks at the model, within the bounds of a process that lives for nothing else.
+    """Check the model in a bounded fork; returns how the fork ended.
 
-    private: descriptors of this process which a model that takes the fork over must not write to. variables: of its environment.
+    private: descriptors of this process, closed in the fork because a model may take it over. variables: of the fork's
+    environment.
     """
 
     def work() -> bytes:
@@ -294,7 +298,7 @@ def _look(order: _Order, private: Sequence[int], variables: Mapping[str, str | N
 
 
 def _rehearse(order: _Order, began: float, seconds: float | None) -> None:
-    """began: on the monotonic clock. seconds: for all of it by the clock; None: a bound of processor time."""
+    """Rehearse the job. began: on the monotonic clock. seconds: bound on the clock; None: a bound of processor time."""
     import_libraries(order.plan)
     from finetune_trainer.processes.forked import ResourceBounds, used_processor_seconds
     from finetune_trainer.rehearsal.run import rehearse
@@ -304,7 +308,7 @@ def _rehearse(order: _Order, began: float, seconds: float | None) -> None:
     bounds = ResourceBounds(
         began + (seconds or SECONDS),
         MEMORY_BYTES,
-        # What looking at the model took is not the rehearsal's.
+        # The check of the model does not count.
         used_processor_seconds() + PROCESSOR_SECONDS if seconds is None else math.inf,
         began,
     )
@@ -320,19 +324,19 @@ def _rehearse(order: _Order, began: float, seconds: float | None) -> None:
 
 
 def _accepted(order: _Order) -> _Order | None:
-    """What is to be rehearsed; None if preflight would refuse files, structure or settings before, as it then says."""
+    """The order to rehearse; None if preflight would refuse files, structure or settings, whose findings are then written."""
     from finetune_trainer.inspection.model_files import inspect_model_files
 
     files = inspect_model_files(order.model, order.plan.model.name)
     findings = list(files.findings)
     if files.digest and order.plan.model.added_tokens:
-        order, found = _with_added_tokens(order)
-        findings += found
+        order, new_findings = _with_added_tokens(order)
+        findings += new_findings
     if files.digest and not findings:
         import_libraries(order.plan)
         # In a fork, because this process must not compute with torch before it forks for the rehearsal.
-        structure, found = checked(_look(order, (order.answer.fileno(),), {}), order.model)
-        findings += found
+        structure, new_findings = checked(_look(order, (order.answer.fileno(),), {}), order.model)
+        findings += new_findings
         if structure is not None:
             order = replace(order, plan=order.plan.with_choices(structure.batches))
     for finding in findings:
@@ -341,7 +345,7 @@ def _accepted(order: _Order) -> _Order | None:
 
 
 def _with_added_tokens(order: _Order) -> tuple[_Order, list[Finding]]:
-    """With a base that has the job's tokens, which is gone with all else of the rehearsal."""
+    """The order with a base that has the job's tokens, which is removed with the rehearsal's directory, and the findings."""
     target = order.scratch / "base-with-added-tokens"
     wanted = BaseOrder.of(
         order.plan,
@@ -350,8 +354,8 @@ def _with_added_tokens(order: _Order) -> tuple[_Order, list[Finding]]:
         target=target,
         record=target.with_suffix(".json"),
     )
-    found, added = make_base(wanted)
-    return (order if added is None else replace(order, plan=with_trained_rows(order.plan, added), model=target)), found
+    findings, added = make_base(wanted)
+    return (order if added is None else replace(order, plan=with_trained_rows(order.plan, added), model=target)), findings
 
 
 def _write_line(answer: IO[str], **values: Any) -> None:

@@ -25,16 +25,16 @@ from finetune_trainer.roles.rank_guard import RankGuard
 
 log = logging.getLogger(__name__)
 OUTPUT_TAIL_BYTES = 1 << 18
-"""How much of torchrun's own output is kept in memory, to read its summary."""
+"""Bytes of torchrun's own output that are kept in memory, to read its summary."""
 LOOPBACK = "127.0.0.1"
 RANK_SCRIPT = Path(__file__).parents[1] / "train" / "__main__.py"
 PRELOADED, PRELOADED_TO_PACK = "finetune_trainer.train.preloaded", "torch,transformers"
-"""Modules of the process that ranks are forks of: for most plans, and for those that may pack their base."""
+"""Modules of the process from which ranks are forked: for most plans, and for those that may quantize their base."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How this node takes part."""
+    """This node's part in the gang."""
 
     plan_path: Path
     node_rank: int
@@ -42,11 +42,11 @@ class Launch:
     master_port: int
     observe_port: int
     ranks: int | None = None
-    """On this node alone, which is then all of the gang. For plans with an ordered reduction; None: as the plan says."""
+    """Number of ranks on this node, which is then the whole gang. Needs an ordered reduction; None: as the plan says."""
     nodes: int | None = None
-    """Of this attempt. For plans with an ordered reduction; None: as the plan says."""
+    """Number of nodes in this attempt. Needs an ordered reduction; None: as the plan says."""
     attempt_file: Path | None = None
-    """That names this attempt once it may begin; None: it may."""
+    """File that names this attempt once it may begin; None: it may begin at once."""
 
 
 def torchrun_arguments(context: RunContext, launch: Launch, pipes: Path) -> list[str]:
@@ -61,7 +61,7 @@ def torchrun_arguments(context: RunContext, launch: Launch, pipes: Path) -> list
         "--max-restarts": 0,
         "--shutdown-timeout": SHUTDOWN_SECONDS,
         "--start-method": "forkserver",
-        # Else it makes one in the system's directory for temporary files and leaves it there.
+        # Otherwise torchrun leaves a directory in the system's directory for temporary files.
         "--log-dir": pipes / "torchrun",
     }
     rank = {
@@ -89,7 +89,7 @@ def local_ranks(context: RunContext, launch: Launch) -> range:
 
 
 def run_torchrun(context: RunContext, launch: Launch, stopped: threading.Event) -> tuple[int, str]:
-    """The agent's exit status and the end of what it said."""
+    """Run the agent to its end; returns its exit status and the end of its output."""
     logs = context.workspace.logs(Role.TRAIN.value, context.attempt)
     rank_logs = RankLogs(logs, local_ranks(context, launch))
     command = [sys.executable, "-m", "finetune_trainer.roles.agent", "--parent", str(os.getpid())]
@@ -99,43 +99,43 @@ def run_torchrun(context: RunContext, launch: Launch, stopped: threading.Event) 
     reading, writing = os.pipe()
     agent = start(command, os.environ, stdout=writing, stderr=writing)
     os.close(writing)
-    is_told = False
+    is_signalled = False
 
     def forward(_number: int, _frame: FrameType | None) -> None:
-        nonlocal is_told
+        nonlocal is_signalled
         stopped.set()
-        # Once: a second signal would end the agent while its ranks still save.
-        if not is_told:
-            is_told = True
+        # Sent once: a second signal would end the agent while its ranks still save.
+        if not is_signalled:
+            is_signalled = True
             agent.send_signal(signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, forward)
     if stopped.is_set():
         forward(signal.SIGTERM, None)
-    with agent, rank_logs, os.fdopen(reading, "rb") as said:
+    with agent, rank_logs, os.fdopen(reading, "rb") as output_pipe:
         guard = RankGuard(context, local_ranks(context, launch), launch.node_rank, rank_logs.pipes, agent)
         guard.begin()
         try:
-            output = _read_output(said, logs / f"torchrun-{launch.node_rank}.log")
+            output = _read_output(output_pipe, logs / f"torchrun-{launch.node_rank}.log")
             return agent.join(), output
         finally:
             guard.end()
 
 
-def _read_output(said: BinaryIO, path: Path) -> str:
+def _read_output(output_pipe: BinaryIO, path: Path) -> str:
     tail = b""
     kept: CappedFile | None = None
     with suppress(OSError):
-        # An agent that says nothing leaves an empty file, so that nobody looks for a missing one.
+        # An agent without output leaves an empty file, so that its log is never missing.
         kept = CappedFile(path)
-    for line in said:
+    for line in output_pipe:
         tail = (tail + line)[-OUTPUT_TAIL_BYTES:]
         show("torchrun", [line.rstrip(b"\n")])
         try:
             kept = kept or CappedFile(path)
             kept.write(line)
         except OSError:
-            # A full claim must not stop the agent, which would block on a pipe that nobody reads.
+            # A full claim must not stop the agent, which would block on a pipe without a reader.
             continue
     if kept is not None:
         kept.close()

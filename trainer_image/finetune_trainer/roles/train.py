@@ -1,6 +1,6 @@
 """The `train` role in each pod: wait for the master's name, run torchrun, report the root cause.
 
-The rendezvous is static, so torchrun never restarts ranks; a gang is restarted as a whole by the operator.
+The rendezvous is static, so torchrun never restarts ranks; the operator restarts a gang as a whole.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from finetune_trainer.ranks.stalls import remove_traces
 from finetune_trainer.roles.torchrun import OUTPUT_TAIL_BYTES, Launch, local_ranks, run_torchrun
 
 RESOLVE_SECONDS = 600.0
-"""How long a master's name may stay unknown: the pod may still pull its image, and DNS caches denials for half a minute."""
+"""Time that a master's name may stay unknown: its pod may still pull the image, and DNS caches negative answers for half a
+minute.
+"""
 MEMORY_EVENTS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
-"""What the kernel counts for the container's cgroup, in version 2 and in version 1; the first that exists is read."""
+"""The kernel's counters for the container's cgroup, in version 2 and in version 1; the first that exists is read."""
 
 
 class MasterUnreachableError(ConnectionError):
@@ -43,9 +45,9 @@ class MasterUnreachableError(ConnectionError):
 
 
 def supervise(context: RunContext, launch: Launch) -> TerminationReport:
-    """Run this node's ranks to their end; the report of the node.
+    """Run this node's ranks to their end; returns the report of the node.
 
-    SIGTERM stays taken after the return, so that another one cannot end the process before its report is written.
+    SIGTERM stays handled after the return, so that another one cannot end the process before its report is written.
     """
     role = Role.TRAIN.value
     _require_ordered_for_other_sizes(context, launch)
@@ -56,14 +58,14 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
     signal.signal(signal.SIGTERM, lambda _number, _frame: stopped.set())
     require_links_inside(context.base_model, context.base_model_root)
     if launch.attempt_file is not None and not wait_until_told(launch.attempt_file, context.attempt, stopped):
-        said = "stopped by SIGTERM" if stopped.is_set() else f"the operator did not name it within {LONGEST_WAIT_SECONDS:.0f} s"
-        return _preempted(context, launch, f"attempt {context.attempt} did not begin in the pod of the one before: {said}")
+        reason = "stopped by SIGTERM" if stopped.is_set() else f"the operator did not name it within {LONGEST_WAIT_SECONDS:.0f} s"
+        return _preempted(context, launch, f"attempt {context.attempt} did not begin in the pod of the one before: {reason}")
     if launch.node_rank > 0:
         wait_until_resolved(launch.master_address, stopped)
     exit_status, output = (0, "") if stopped.is_set() else run_torchrun(context, launch, stopped)
     reports = read_rank_reports(reports_directory)
     succeeded = {report.rank for report in reports if report.outcome is Outcome.SUCCEEDED}
-    # What is told to a rank that has succeeded, or kills it, changes nothing any more.
+    # A signal to a rank that has succeeded, even SIGKILL, changes nothing.
     is_done = succeeded.issuperset(local_ranks(context, launch))
     if stopped.is_set() and not is_done:
         return _stopped(context, launch, reports)
@@ -106,7 +108,7 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
 
 
 def _require_ordered_for_other_sizes(context: RunContext, launch: Launch) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError if the launch has another size than the plan and the reduction is not ordered."""
     asked = {"--ranks": launch.ranks, "--nodes": launch.nodes}
     given = next(((name, value) for name, value in asked.items() if value is not None), None)
     if given is not None and context.plan.training.reduction is not GradientReduction.ORDERED:
@@ -117,7 +119,7 @@ def _require_ordered_for_other_sizes(context: RunContext, launch: Launch) -> Non
 
 
 def wait_until_resolved(host: str, stopped: threading.Event, seconds: float = RESOLVE_SECONDS) -> None:
-    """Wait until `host` has an address or a stop is asked for. Raises MasterUnreachableError."""
+    """Wait until `host` has an address or a stop is requested. Raises MasterUnreachableError."""
     deadline = time.monotonic() + seconds
     while not stopped.is_set():
         try:
@@ -162,7 +164,7 @@ def _log_end(context: RunContext, rank: int) -> str:
 
 
 def was_out_of_memory(events: Sequence[Path] = MEMORY_EVENTS) -> bool:
-    """Whether the kernel has killed a process of this container for memory."""
+    """Whether the kernel has killed a process of this container for lack of memory."""
     for path in events:
         try:
             counts = dict(line.split() for line in path.read_text().splitlines())

@@ -1,6 +1,6 @@
 """One rank: a script that torchrun runs in a fork of a process that has imported what the plan needs (roles/agent.py).
 
-`python -m finetune_trainer.train` is the same in a process of its own.
+`python -m finetune_trainer.train` does the same in a process of its own.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from finetune_trainer.ranks.start_signs import leave_start_signs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one rank; the exit code. Raises PlanMismatchError, ModelError, OSError."""
+    """Run one rank and return the exit code. Raises PlanMismatchError, ModelError, OSError."""
     die_with_agent()
     name_process(rank_process_name(int(os.environ["RANK"])))
     arguments = _parser().parse_args(argv)
@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def die_with_agent() -> None:
-    """Have the kernel kill this process when the one that it is a fork of ends, which ends with torchrun's agent.
+    """Have the kernel kill this process when its parent ends, which ends with torchrun's agent.
 
-    Raises ThreadsAtForkError if that process has more than one thread: a lock of theirs could be locked here forever.
+    Raises ThreadsAtForkError if the parent has more than one thread: a lock of another thread could stay locked here forever.
     """
     agent = multiprocessing.parent_process()
     die_with(os.getppid())
@@ -49,7 +49,9 @@ def die_with_agent() -> None:
 
 
 def set_threads() -> None:
-    """Compute on as many threads as torchrun says: the library that reads the variable was loaded before it was set."""
+    """Set the number of threads that torchrun asks for. The library that reads its variable was loaded before the variable was
+    set.
+    """
     import torch
 
     if number := os.environ.get("OMP_NUM_THREADS"):
@@ -67,5 +69,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__" and (status := main()):
-    # A success returns, because torchrun waits for the value of a script that it runs in a fork.
+    # A success returns, because torchrun waits for the return value of a script that it runs in a fork.
     end(status)

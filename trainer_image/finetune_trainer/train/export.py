@@ -1,7 +1,8 @@
 """The final checkpoint -> the trained adapter, or the trained model, in the formats that PEFT and transformers read.
 
-Reads the checkpoint's files instead of gathering from ranks: one path for every kind of sharding, and what is exported is
-what was verified. Done by rank 0 alone. A whole model is written one tensor at a time, in the layout of merge/plan.py.
+The export reads the checkpoint's files instead of gathering from ranks. So there is one path for every kind of sharding, and what
+is exported is what was verified. Rank 0 does it alone. A whole model is written one tensor at a time, in the layout of
+merge/plan.py.
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ NOT_COPIED = (
     *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "config.json", "generation_config.json"),
     *(".*", "README*", _RESULTS.provenance.name, _RESULTS.checksums.name, f"{_RESULTS.verification.stem}.*"),
 )
-"""Of the base model's files, those that are weights, are written again, or describe the base and not what is made of it."""
+"""Files of the base model that are not copied: weights, files that are written again, and files that describe only the base."""
 
 
 def export(context: RunContext, checkpoint: Path, manifest: Manifest, fixed: Mapping[str, torch.Tensor]) -> str:
-    """Write the trained result to the workspace; the SHA-256 of its manifest. A result that is there already is replaced.
+    """Write the trained result to the workspace, replacing an earlier one; returns the SHA-256 of its manifest.
 
-    `fixed`: by stored name, what the adapter or the model holds besides its trained parameters.
+    fixed: tensors of the adapter or the model that are not trained, by stored name.
     """
     final = context.workspace.adapter
     for leftover in final.parent.glob(f"{final.name}{TEMPORARY_MARK}*"):
@@ -81,7 +82,7 @@ def export(context: RunContext, checkpoint: Path, manifest: Manifest, fixed: Map
         if context.plan.method.type is MethodType.FULL:
             _export_model(context, temporary, checkpoint, manifest, fixed)
         else:
-            # As they are in memory, so that the file is compared with what was trained and not with itself.
+            # Described from memory, so that the file is compared with what was trained and not with itself.
             facts[TENSORS_KEY] = tensor_descriptions(_export_adapter(context, temporary, checkpoint, manifest, fixed))
         digest = _write_manifest(temporary, facts)
         remove_tree(final)
@@ -95,7 +96,7 @@ def export(context: RunContext, checkpoint: Path, manifest: Manifest, fixed: Map
 def _export_adapter(
     context: RunContext, directory: Path, checkpoint: Path, manifest: Manifest, fixed: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The adapter's tensors by name."""
+    """Write the adapter; returns its tensors by name."""
     model = attach(build_with_lazy_zeros(context.plan, context.base_model), context.plan)
     names = stored_names(model)
     shapes = {names[name]: tuple(parameter.shape) for name, parameter in model.named_parameters() if name in names}
@@ -113,7 +114,7 @@ def _export_adapter(
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     save_file(dict(sorted(tensors.items())), directory / ADAPTER_FILE, metadata={"format": "pt"})
     with safe_open(directory / ADAPTER_FILE, framework="pt") as written:
-        # An open file has keys() but cannot be iterated over.
+        # An open file has keys() but is not iterable.
         check_saved({name: written.get_tensor(name) for name in written.keys()}, shapes)  # noqa: SIM118
     settings = adapter_settings(model, base_name(context.plan.model.name, context.base_model), context.plan.model.revision)
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
@@ -127,7 +128,7 @@ def _export_adapter(
 
 
 def _write_chat_templates(context: RunContext, directory: Path) -> None:
-    """Those that the job trained with: its own, which tokenizers prefer to what else they find, or all of the base's."""
+    """Write the chat templates of the training: the job's own, which tokenizers prefer to any other, or all of the base's."""
     if context.plan.data.chat_template is not None:
         (directory / CHAT_TEMPLATE_FILE).write_text(context.plan.data.chat_template)
         return
@@ -137,7 +138,7 @@ def _write_chat_templates(context: RunContext, directory: Path) -> None:
 
 
 def _first_values(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """By stored name. Raises InvariantError if they are not those that the checkpoint was trained from."""
+    """The adapters' first values by stored name. Raises InvariantError if the checkpoint was trained from other ones."""
     if file_sha256(path) != manifest.origin.first_values:
         raise InvariantError(f"{path} is not what the checkpoint of step {manifest.step} was trained from")
     tensors: dict[str, torch.Tensor] = load_file(path)
@@ -174,7 +175,7 @@ def _write_converted(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    """A model whose files hold other tensors than its parameters: transformers converts all of them at once, in memory."""
+    """Write a model whose files hold other tensors than its parameters: transformers converts all of them at once, in memory."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     tensors = {name: reader.whole(name).to(dtype) for name in reader.names}
     tensors |= fixed
@@ -214,11 +215,10 @@ def write_tensor_by_tensor(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    """Configuration and weights of `model`, which is on the meta device; stored buffers from `base`.
+    """Write configuration and weights of `model`, which is on the meta device; stored buffers come from `base`.
 
-    `trained`, `fixed`: the parameters. `dtype`: element type of the trained ones in the files; the others keep theirs in `base`.
-    Raises InvariantError if a tensor is missing, has another shape or is not finite, CheckpointError, and OSError as the file
-    system does.
+    trained, fixed: the parameters. dtype: element type of the trained parameters in the files; the others keep that of `base`.
+    Raises InvariantError if a tensor is missing, has another shape or is not finite, CheckpointError, OSError.
     """
     parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     buffers = {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if name in base}
@@ -249,8 +249,8 @@ def write_tensor_by_tensor(
 
 
 def check_names(found: Iterable[str], expected: Iterable[str]) -> None:
-    """The checkpoint holds exactly the model's parameters. Raises InvariantError."""
-    # Shapes and values are looked at tensor by tensor; here every name stands for an empty one.
+    """Check that the checkpoint holds exactly the model's parameters. Raises InvariantError."""
+    # Shapes and values are checked tensor by tensor; here an empty tensor stands for each name.
     nothing = torch.empty(0)
     check_saved(dict.fromkeys(found, nothing), dict.fromkeys(expected, (0,)))
 

@@ -1,7 +1,7 @@
 """The plan's optimizer over the trainable parameters.
 
-AdamW is torch's fused one on every device: on a CPU it takes a quarter of the time of the others, is as near to a computation
-in float64, and does not depend on where a tensor was cut. The others have no fused form and update all tensors at once.
+AdamW is torch's fused one on every device: on a CPU it takes a quarter of the time of the others, is as close to a computation in
+float64, and does not depend on where a tensor was cut. The other optimizers have no fused form and update all tensors at once.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _SCALE, _DECOUPLED = "learning_rate_scale", "decoupled_weight_decay_rate"
 
 
 def build_optimizer(pieces: list[ParameterRange], plan: RunPlan) -> torch.optim.Optimizer:
-    """An optimizer that already has its (zero) state. Call after sharding, with all pieces of this rank.
+    """Build an optimizer that already has its (zero) state. Call this after sharding, with all pieces of this rank.
 
-    Raises ConfigError if FSDP 1 has put parameters into one that are to be treated differently.
+    Raises ConfigError if FSDP 1 has put parameters with different settings into one flat parameter.
     """
     training = plan.training
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
@@ -49,26 +49,26 @@ def build_optimizer(pieces: list[ParameterRange], plan: RunPlan) -> torch.optim.
 
 
 def treatment(name: str, shape: tuple[int, ...], plan: RunPlan) -> tuple[float, float]:
-    """(factor on the learning rate, weight decay) of the parameter called `name`."""
+    """Learning rate factor and weight decay of the parameter called `name`."""
     return learning_rate_scale(name, plan.method), plan.training.weight_decay if decays(name, shape) else 0.0
 
 
 def decays(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether weight decay applies: to all but biases and normalisation weights, as in transformers' Trainer."""
+    """Whether weight decay applies to a parameter: to all but biases and normalisation weights, as in transformers' Trainer."""
     *parents, last = name.split(".")
     return not (last == "bias" or (len(shape) <= 1 and _NORMALISATION.search(".".join(parents).lower()) is not None))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use `rate`, times each group's own scale, from the next step on."""
+    """Use `rate` times each group's own scale from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group[_SCALE]
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's, whose fused step gets what this rank holds of FSDP 2's parameters as plain tensors: the same bits.
+    """torch's AdamW with the local tensors of FSDP 2's parameters, which gives the same bits.
 
-    Otherwise torch works out in each process how the step of hundreds of tensors is to be distributed, which is by element.
+    Otherwise torch determines in each process how to distribute the step of hundreds of tensors, which is elementwise.
     """
 
     def _init_group(self, group: dict[str, Any], *gathered: list[torch.Tensor]) -> bool:
@@ -96,7 +96,7 @@ def _optimizer(groups: list[dict[str, Any]], training: TrainingPlan) -> torch.op
 
 @torch.no_grad()
 def _decay(optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
-    """Weight <- (1 - rate x decay) x weight before the step (Loshchilov and Hutter, 2019, decoupled weight decay)."""
+    """Multiply weights by (1 - rate x decay) before the step (Loshchilov and Hutter, 2019, decoupled weight decay)."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group[_DECOUPLED] else ():
             if parameter.grad is not None:

@@ -1,7 +1,7 @@
-"""What the training loop asks before and after each step: learning rate, evaluation, early stopping, the factor of the loss.
+"""Decisions of the training loop before and after each step: learning rate, evaluation, early stopping, loss scale.
 
-Pure functions of the plan, the step and `RunState`, which every checkpoint holds: a resumed run decides as an
-undisturbed one. Needs no torch: preflight asks for the number of steps, too.
+They are pure functions of the plan, the step and `RunState`, which every checkpoint holds, so a resumed run decides as an
+undisturbed one. This module needs no torch, since preflight asks for the number of steps, too.
 """
 
 from __future__ import annotations
@@ -13,43 +13,43 @@ from finetune_job.plan.run_plan import EvaluationPlan, RunPlan, TrainingPlan
 from finetune_trainer.checkpoint.manifest import LossScale, RunState
 
 TIMESCALE_WITHOUT_WARMUP = 10_000
-"""Time scale of InverseSqrt if no warm-up sets it: big_vision's and transformers' value."""
+"""Time scale of InverseSqrt without a warm-up, as in big_vision and transformers."""
 UNSCALED = 1.0
 FIRST_LOSS_SCALE = LossScale(factor=2.0**16)
-"""Like torch.amp.GradScaler."""
+"""First loss scale, as in torch.amp.GradScaler."""
 LARGEST_LOSS_SCALE = 2.0**24
 """Losses are float32, and their sums over long batches must stay finite."""
 LOSS_SCALE_GROWTH_STEPS = 2000
-"""Steps without an overflow after which the factor is doubled; like torch.amp.GradScaler."""
+"""Number of steps without an overflow after which the factor is doubled, as in torch.amp.GradScaler."""
 
 
 def total_steps(epochs: int | None, max_steps: int | None, num_sequences: int, global_batch_size: int) -> int:
-    """Optimizer steps of a run. The last step of the last epoch is filled up from the next epoch's order."""
+    """Number of optimizer steps of a run. The last step of the last epoch is filled up from the next epoch's order."""
     if max_steps is not None:
         return max_steps
     return math.ceil((epochs or 0) * num_sequences / global_batch_size)
 
 
 def least_row_length(plan: RunPlan) -> int:
-    """To which rows are padded that are shorter: compiled layers are compiled for one length, and packed rows nearly have it."""
+    """Length to which shorter rows are padded. Layers are compiled for one length, and packed rows nearly have it."""
     return plan.data.max_sequence_length if plan.training.compile and plan.data.packing else 1
 
 
 def warmup_steps(total: int, ratio: float) -> int:
-    """Steps in which the rate rises; always fewer than all."""
+    """Number of steps in which the rate rises; always less than all."""
     return min(_share(total, ratio), max(total - 1, 0))
 
 
 def _share(total: int, ratio: float) -> int:
-    """Whole steps, rounded up; 0.14 of 50 steps are 7, although the product of the two floats is a little more."""
+    """Share of steps, rounded up: 0.14 of 50 steps are 7, although the product of the two floats is a little more."""
     return math.ceil(total * ratio - 1e-9)
 
 
 def learning_rate(step: int, total: int, training: TrainingPlan) -> float:
-    """Rate of step `step`, counted from 0. Never 0 at the first step, so that each step teaches something.
+    """Rate of step `step`, counted from 0. It is not 0 at the first step, so that each step trains.
 
     Warm-up: (step + 1) / warm-up steps, up to the peak. Then peak * (m + (1 - m) * `shape`), with m the least ratio. After the
-    warm-up this is transformers' `get_scheduler`; in the warm-up it is one step ahead of it, because its first rate is 0.
+    warm-up this is transformers' `get_scheduler`; in the warm-up it is one step ahead of it, whose first rate is 0.
     """
     warmup = warmup_steps(total, training.warmup_ratio)
     if step < warmup:
@@ -59,7 +59,7 @@ def learning_rate(step: int, total: int, training: TrainingPlan) -> float:
 
 
 def schedule_shape(step: int, num_steps: int, warmup: int, training: TrainingPlan) -> float:
-    """From 1 down to no less than 0, `step` of `num_steps` steps after the warm-up.
+    """Shape of the schedule, which falls from 1 to at least 0: its value at `step` of `num_steps` steps after the warm-up.
 
     With p = step / num_steps: constant 1; linear 1 - p; cosine (1 + cos(pi p)) / 2 (Loshchilov and Hutter, 2017, one period);
     inverse square root sqrt(t / (t + step)) with the time scale t = warm-up steps (Vaswani et al., 2017, section 5.3, as scaled
@@ -81,16 +81,16 @@ def schedule_shape(step: int, num_steps: int, warmup: int, training: TrainingPla
 
 
 def is_evaluation_due(step: int, total: int, plan: EvaluationPlan) -> bool:
-    """Whether to evaluate after optimizer step `step`, where 0 is before the first: first, every so often, and last."""
+    """Whether to evaluate after optimizer step `step`: before the first step (0), every so many steps, and after the last."""
     return step in (0, total) or (plan.every_steps is not None and step % plan.every_steps == 0)
 
 
 def after_evaluation(state: RunState, step: int, loss: float, plan: EvaluationPlan) -> tuple[RunState, bool]:
     """The state after an evaluation, and whether the model after `step` is the best so far.
 
-    The base model, evaluated at step 0, is nothing that training could export, so it does not count. Each evaluation is
-    compared with the best before it, as transformers' EarlyStoppingCallback does: a loss that falls, but by no more than
-    `min_delta`, is a new best and all the same no improvement.
+    The base model, evaluated at step 0, is not a result that training could export, so it does not count. Each evaluation is
+    compared with the best before it, as in transformers' EarlyStoppingCallback: a loss that falls by no more than `min_delta` is
+    a new best, but not an improvement.
     """
     if step == 0:
         return state.model_copy(update={"initial_eval_loss": loss, "eval_loss": loss}), False
@@ -113,12 +113,12 @@ def is_stopped_early(state: RunState, plan: EvaluationPlan) -> bool:
 
 
 def halved_loss_scale(factor: float) -> float | None:
-    """What to try after an overflow; None: the gradients are too large by themselves."""
+    """The loss scale to try after an overflow. None: the gradients are too large by themselves."""
     return factor / 2 if factor > UNSCALED else None
 
 
 def next_loss_scale(before: LossScale, used: float) -> LossScale:
-    """For the next step. `used`: the factor with which the gradients of this one were finite."""
+    """The loss scale of the next step. used: the factor with which the gradients of this step were finite."""
     if used != before.factor:
         return LossScale(factor=used)
     if before.steps + 1 < LOSS_SCALE_GROWTH_STEPS:

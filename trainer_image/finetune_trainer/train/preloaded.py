@@ -1,7 +1,7 @@
-"""Importing this module imports what a rank needs of libraries, for the fork server of ranks.
+"""Importing this module imports the libraries that a rank needs, for the fork server of ranks.
 
-A plan that may pack its base does without it: bitsandbytes, which PEFT imports then, asks for the device when it is imported, and
-no fork could use the device afterwards.
+Plans that may quantize their base do without it: importing bitsandbytes, which PEFT then does, initialises the device, and no
+fork could use the device afterwards.
 """
 
 import atexit
@@ -9,7 +9,7 @@ import os
 
 from finetune_trainer.processes.start import compile_conversions, keep_bitsandbytes_out, preload
 
-# The fork server has nothing to finish, and libraries print what they have leaked when an interpreter ends.
+# The fork server has nothing to clean up, and libraries print leaks when an interpreter ends.
 atexit.register(os._exit, 0)
 keep_bitsandbytes_out()
 preload("finetune_trainer.train.rank")

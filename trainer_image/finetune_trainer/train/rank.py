@@ -1,4 +1,4 @@
-"""One rank: join the gang, train, and leave a report that says how it ended."""
+"""One rank: it joins the gang, trains, and leaves a report of how it ended."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 
 
 def run_launched_rank(context: RunContext, *, node_rank: int, observe_port: int) -> int:
-    """Be the rank that torchrun's environment names; the exit code."""
+    """Run the rank that torchrun's environment names, and return the exit code."""
     rank, world_size, local_rank = launched_rank()
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING,
         format=f"%(asctime)s %(levelname)s rank {rank} %(name)s %(message)s",
         stream=sys.stderr,
     )
-    # Bars redraw themselves with carriage returns, which makes one endless line of a log file.
+    # Progress bars redraw themselves with carriage returns, which makes one endless line of a log file.
     transformers_logging.disable_progress_bar()
     stop = StopRequest()
     report = run_rank(
@@ -59,10 +59,10 @@ def run_rank(
     init_method: str = ENVIRONMENT,
     stop: StopRequest | None = None,
 ) -> TerminationReport:
-    """Train as this rank and keep its report on the workspace; a rank that is only an echo waits before it returns.
+    """Train as this rank and keep its report on the workspace. A rank that failed because of another one waits before it returns.
 
-    Call in the main thread: SIGTERM is taken from the moment at which all ranks have joined. Until then it ends the process,
-    which has nothing to save, and would wait for ranks that the same signal has ended before they could take it.
+    Call this in the main thread. SIGTERM is handled once all ranks have joined. Until then it ends the process, which has nothing
+    to save and would otherwise wait for ranks that the same signal has already ended.
     """
     role = Role.TRAIN.value
     directory = context.workspace.reports(role, context.attempt)

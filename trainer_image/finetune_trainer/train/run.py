@@ -1,7 +1,7 @@
 """The training run of one rank: build, resume, loop, export.
 
-The loop asks pure functions what to do (`policy`), does it together with the other ranks, and tells the observer. All that a
-decision depends on is the plan, the step, and `RunState`, so a resumed run decides as an undisturbed one.
+The loop asks pure functions what to do (`policy`), does it together with the other ranks, and informs the observer. Decisions
+depend only on the plan, the step, and `RunState`, so a resumed run decides as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def train(  # noqa: PLR0917 - one place calls it
     heartbeat: Heartbeat,
     reached: DeviceFigures | None = None,
 ) -> dict[str, str]:
-    """Train to the last step, from the newest valid checkpoint where there is one; rank 0's facts for the report.
+    """Train to the last step, from the newest valid checkpoint if there is one; returns rank 0's facts for the report.
 
-    reached: by this rank's device before the start; None: it was not tested.
+    reached: what this rank's device reached in its test before the start; None: it was not tested.
     Raises PreemptedError after a stop request, with the state saved, and any TrainerError.
     """
     stopwatch = Stopwatch(process_age_seconds())
@@ -89,7 +89,7 @@ class _Loop:
     def __init__(self, context: RunContext, gang: Gang, stop: StopRequest, heartbeat: Heartbeat) -> None:
         self.context, self.gang, self.stop, self.heartbeat = context, gang, stop, heartbeat
         self.plan = context.plan
-        # What the first rank reads, because ranks that gather or compute otherwise would wait for each other.
+        # All ranks use the choices that the first rank reads; with different ones they would wait for each other.
         chosen = with_choices_of_preflight(self.plan, context.workspace.model_report) if gang.is_first else self.plan
         self.plan = RunPlan.model_validate_json(gang.from_first(chosen.model_dump_json(), str))
         training = self.plan.training
@@ -103,7 +103,7 @@ class _Loop:
         is_ordered = training.reduction is GradientReduction.ORDERED
         virtual = VirtualRanks(self.plan.parallelism.world_size, gang) if is_ordered else None
         if is_ordered and gang.device.type == "cpu":
-            # A product that threads share is added up in parts, as many as there are processors for a rank.
+            # A product that threads share is summed in parts, one for each thread of a rank.
             torch.set_num_threads(1)
         self.inputs = one_step.StepInputs(
             model=self.model.module,
@@ -137,7 +137,7 @@ class _Loop:
                 log.info("the first parameters are those of the checkpoint %s", start)
 
     def _first_values(self) -> str | None:
-        """Digest of what adapters that start from the base's weights start with. Preflight has computed it, as a rule."""
+        """Digest of the first values of adapters that start from the base's weights, which preflight has normally computed."""
         lora, path = self.plan.method.lora, self.context.workspace.first_values
         if lora is None or not lora.starts_from_base:
             return None
@@ -184,9 +184,9 @@ class _Loop:
         is_evaluated = is_best = False
         if self.data.validation is not None and policy.is_evaluation_due(self.step, self.total, evaluation):
             is_evaluated, is_best = True, self._evaluate(observer, self.data.validation)
-        # Kept at once: no later moment has these weights.
+        # Saved at once, since these weights are soon overwritten.
         is_kept = is_best and evaluation.load_best_model_at_end
-        # Asked after every step, because the ranks answer together.
+        # Called after every step, because the ranks decide together.
         is_due = self.checkpoints.due(self.step, observer.interval_for_losses())
         is_saved = is_due or is_kept or result.stop or self.has_ended
         observer.stepped(
@@ -207,7 +207,7 @@ class _Loop:
             raise PreemptedError(f"stopped on request after step {self.step} of {self.total}; the state is saved", step=self.step)
 
     def _evaluate(self, observer: Observer, held_out: PreparedSplit) -> bool:
-        """Whether the model is the best so far."""
+        """Evaluate the model; returns whether it is the best so far."""
         self.heartbeat.begin("evaluation", self.step)
         with observer.during(Activity.EVALUATION):
             loss = held_out_loss(
@@ -245,9 +245,9 @@ class _Loop:
         return max(self.gang.gather(peak_memory_bytes(self.gang.device), int))
 
     def finish(self, observer: Observer) -> dict[str, str]:
-        """Export the result; rank 0's facts, none of other ranks."""
+        """Export the result; returns rank 0's facts, none on other ranks."""
         if self.context.until_step is not None:
-            # The state of the step is saved, which is all that was asked for.
+            # Only the state of this step was asked for, and it is saved.
             return observer.facts()
         with observer.during(Activity.CHECKPOINT):
             checkpoint = self.checkpoints.finished()
@@ -269,20 +269,22 @@ class _Loop:
 
 
 class StopRequest:
-    """Set by SIGTERM. Ranks agree on it together with the loss, so none stops in the middle of a collective."""
+    """A request to stop, made by SIGTERM. Ranks agree on it together with the loss, so none stops in the middle of a
+    collective.
+    """
 
     def __init__(self) -> None:
         self.requested = False
 
     def install(self) -> None:
-        """Take SIGTERM; call in the main thread."""
+        """Handle SIGTERM. Call this in the main thread."""
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def leave(self) -> None:
         """Let SIGTERM end this process again, and at once if it came before.
 
-        torch has a rank that has succeeded wait for its agent, and an agent that is told to stop waits for its ranks: each would
-        wait for the other until the agent's time for a shutdown is over.
+        Otherwise a rank that has succeeded would wait for torch's agent while the agent, asked to stop, waits for its ranks,
+        until the agent's shutdown timeout.
         """
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.requested:

@@ -1,6 +1,6 @@
 """One optimizer step, and the loss on the held-out sequences: what all ranks compute together.
 
-Each forward pass of training is seeded by its step, micro-step and rank, so a resumed run draws what the first would have drawn.
+Each forward pass of training is seeded by its step, micro-step and rank, so a resumed run draws the same random numbers.
 """
 
 from __future__ import annotations
@@ -40,21 +40,25 @@ class StepBatches:
     """The batches of one rank, step by step."""
 
     def __init__(self, data: Split[Any], training: TrainingPlan, gang: Gang, virtual: VirtualRanks | None = None) -> None:
-        """virtual: whose parts this rank computes, one after the other; None: its own alone."""
+        """virtual: virtual ranks, of which this rank computes several one after the other; None: it computes only its own
+        part.
+        """
         self.data, self.virtual = data, virtual
         self._training, self._gang = training, gang
-        # Asked for by the loop and by the thread that is one batch ahead of it, which may be in the next step.
+        # Both the loop and the prefetching thread call it, which may be a step ahead.
         self.sequences = lru_cache(maxsize=2)(self._sequences)
         self._prefetch: Prefetch[Any] = Prefetch(
             self._batch, training.gradient_accumulation_steps * (virtual.rounds if virtual else 1)
         )
 
     def _sequences(self, step: int) -> list[int]:
-        """The global batch."""
+        """The global batch of a step."""
         return global_batch(step, self._training.global_batch_size, self._training.seed, self.data.num_sequences)
 
     def take(self, step: int, micro_step: int, number: int = 0) -> tuple[Any, float]:
-        """This rank's part of a micro-step, in round `number` of its virtual ranks, and the seconds that it was waited for."""
+        """Take this rank's part of a micro-step, in round `number` of its virtual ranks; returns it and the seconds spent
+        waiting.
+        """
         return self._prefetch.take(step, number * self._training.gradient_accumulation_steps + micro_step)
 
     def _batch(self, step: int, position: int) -> Any:
@@ -67,10 +71,10 @@ class StepBatches:
 
 @dataclass
 class StepTotals:
-    """What the forward and backward passes of one step did on this rank."""
+    """Totals of the forward and backward passes of one step on this rank."""
 
     losses: torch.Tensor
-    """[N] float64, of each virtual rank that counts here; [1] if there are none."""
+    """[N] float64, one for each virtual rank that counts here; [1] without virtual ranks."""
     tokens: int = 0
     squared_document_lengths: int = 0
     data_seconds: float = 0.0
@@ -78,7 +82,7 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What all steps of a run have in common."""
+    """Inputs that all steps of a run share."""
 
     model: nn.Module
     objective: Objective[Any, Any]
@@ -98,15 +102,15 @@ def optimizer_step(
     stop_requested: bool,
     loss_scale: float = UNSCALED,
 ) -> StepResult:
-    """Do step `step` (counted from 0). Raises NonFiniteError on all ranks alike, before any weight is touched.
+    """Do step `step` (counted from 0). Raises NonFiniteError on all ranks alike, before any weight is changed.
 
-    `loss_scale`: if gradients overflow with it, they are computed again with half of it.
+    loss_scale: if gradients overflow with it, they are computed again with half of it.
     """
     model, batches, gang, max_norm = inputs.model, inputs.batches, inputs.gang, inputs.training.max_grad_norm
     clock = _Clock(gang.device)
     terms = inputs.objective.num_terms(batches.data, batches.sequences(step))
     data_seconds, scale, virtual = 0.0, loss_scale, batches.virtual
-    # FSDP averages gradients over ranks; the global mean over terms needs their sum.
+    # FSDP averages gradients over ranks, but the global mean over terms needs their sum.
     num_averaged = 1 if virtual else gang.world_size
     while True:
         done = compute_gradients(inputs, step=step, weight=scale * num_averaged / max(terms, 1))
@@ -116,7 +120,7 @@ def optimizer_step(
         *losses, squares = torch.cat([done.losses, squared_norm(gradients, gang.device).double().view(1)]).tolist()
         local_loss = summed_in_order(losses, virtual) if virtual else losses[0]
         if virtual and not gang.is_first:
-            # Every rank has the whole sums.
+            # Every rank already has the whole sums.
             local_loss = squares = 0.0
         by_rank = [0.0] * gang.world_size
         by_rank[gang.rank] = clock.seconds(data_seconds)
@@ -134,7 +138,7 @@ def optimizer_step(
     if not (math.isfinite(mean_loss) and math.isfinite(norm)):
         raise NonFiniteError(f"step {step + 1}: loss is {mean_loss}, gradient norm is {norm}", NON_FINITE_HINT, step=step + 1)
     factor = (max_norm / norm if 0 < max_norm < norm else 1.0) / scale
-    # A rank may hold no element of what is trained.
+    # A rank may hold no element of any trained parameter.
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
     set_learning_rate(optimizer, learning_rate)
@@ -154,7 +158,7 @@ def optimizer_step(
 
 
 def compute_gradients(inputs: StepInputs, *, step: int, weight: float) -> StepTotals:
-    """All forward and backward passes of a step; `weight`: of each term. The gradients are added to those that are there."""
+    """Do all forward and backward passes of a step. Gradients are added to existing ones. weight: factor of each term."""
     passes = partial(_passes, inputs, step=step, weight=weight)
     virtual = inputs.batches.virtual
     return passes() if virtual is None else _ordered(passes, inputs.model, virtual)
@@ -163,10 +167,10 @@ def compute_gradients(inputs: StepInputs, *, step: int, weight: float) -> StepTo
 def _passes(
     inputs: StepInputs, *, step: int, weight: float, rank: int | None = None, number: int = 0, ends_step: bool = True
 ) -> StepTotals:
-    """Forward and backward for each micro-step; `weight`: of each term.
+    """Do forward and backward passes for each micro-step.
 
-    rank, number: the virtual rank whose part this is, and its round; unset: the gang's own rank. ends_step: whether no round
-    comes after this one.
+    weight: factor of each term. rank, number: the virtual rank whose part this is, and its round; unset: the gang's own rank.
+    ends_step: whether this is the last round.
     """
     model, objective, training, gang = inputs.model, inputs.objective, inputs.training, inputs.gang
     done = StepTotals(torch.zeros(1, dtype=torch.float64, device=gang.device))
@@ -186,35 +190,35 @@ def _passes(
 
 
 def _ordered(passes: Callable[..., StepTotals], model: nn.Module, virtual: VirtualRanks) -> StepTotals:
-    """`passes` of each virtual rank in turn; gradients are then the sums over all of them, on every rank."""
+    """Run `passes` for each virtual rank in turn. Gradients are then the sums over all of them, on every rank."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    gradients, counted, data_seconds = [], [], 0.0
+    gradients, totals, data_seconds = [], [], 0.0
     for number in range(virtual.rounds):
         rank, counts = virtual.in_round(number)
         of_round = passes(rank=rank, number=number, ends_step=number == virtual.rounds - 1)
         data_seconds += of_round.data_seconds
-        found = flat_gradients(trained)
+        gradients_of_round = flat_gradients(trained)
         if counts:
-            gradients.append(found)
-            counted.append(of_round)
+            gradients.append(gradients_of_round)
+            totals.append(of_round)
     take_gradients(trained, ordered_sum(gradients, virtual))
     return StepTotals(
-        losses=torch.cat([each.losses for each in counted]),
-        tokens=sum(each.tokens for each in counted),
-        squared_document_lengths=sum(each.squared_document_lengths for each in counted),
+        losses=torch.cat([total.losses for total in totals]),
+        tokens=sum(total.tokens for total in totals),
+        squared_document_lengths=sum(total.squared_document_lengths for total in totals),
         data_seconds=data_seconds,
     )
 
 
 def local_gradients(model: nn.Module) -> list[torch.Tensor]:
-    """This rank's part of every gradient; sharded parts of different ranks never overlap."""
+    """This rank's part of every gradient. Sharded parts of different ranks do not overlap."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     return [gradient for gradient in local if gradient.numel()]
 
 
 def squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of all squares, in float32."""
+    """Sum of the squares of all gradients, in float32."""
     if not gradients:
         return torch.zeros((), device=device)
     norm: torch.Tensor = nn.utils.get_total_norm([gradient.float() for gradient in gradients])
@@ -222,7 +226,7 @@ def squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.T
 
 
 class _Clock:
-    """Time that this rank computes, from its creation on."""
+    """Measures the time that this rank computes, from its creation on."""
 
     def __init__(self, device: torch.device) -> None:
         self._now = time.thread_time if device.type == "cpu" else time.monotonic
@@ -230,7 +234,7 @@ class _Clock:
         self._started = self._now()
 
     def seconds(self, waited: float) -> float:
-        """So far; `waited`: seconds of it that were spent waiting for batches."""
+        """Computing time so far. waited: seconds of it that were spent waiting for batches."""
         return self._now() - self._started - (waited if self._waits_count else 0.0)
 
 
@@ -244,7 +248,7 @@ def held_out_loss(
     autocast: torch.dtype | None,
     after_batch: Callable[[], None] = lambda: None,
 ) -> float:
-    """Mean over all held-out terms; the model is left in training mode. Called by all ranks together."""
+    """Mean loss over all held-out terms. The model is left in training mode. Called by all ranks together."""
     rounds = math.ceil(data.num_sequences / (micro_batch_size * gang.world_size))
     terms = objective.num_terms(data, range(data.num_sequences))
     losses = torch.zeros(rounds * gang.world_size, dtype=torch.float64, device=gang.device)
@@ -252,12 +256,12 @@ def held_out_loss(
         for number in range(rounds):
             first = (number * gang.world_size + gang.rank) * micro_batch_size
             sequences = list(range(first, min(first + micro_batch_size, data.num_sequences)))
-            # A rank without sequences computes one all the same, because gathering parameters takes all ranks.
+            # A rank without sequences still computes one, because all ranks must take part in gathering parameters.
             loss = objective.weighted_loss(model, data.batch(sequences or [0]), 1.0, gang.device, autocast)
             if sequences:
                 losses[number * gang.world_size + gang.rank] = loss
             after_batch()
-    # In the order of the sequences, so that the mean does not depend on the number of ranks.
+    # Summed in the order of the sequences, so that the mean does not depend on the number of ranks.
     return sum(gang.sum(losses.tolist())) / max(terms, 1)
 
 
@@ -271,13 +275,13 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def seed_of(seed: int, step: int, micro_step: int, rank: int) -> int:
-    """A seed of 63 bits; neighbouring arguments give unrelated seeds."""
+    """A seed of 63 bits; similar arguments give unrelated seeds."""
     text = f"{seed}/{step}/{micro_step}/{rank}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
 
 def seed_forward_pass(seed: int, step: int, micro_step: int, rank: int) -> None:
-    """Seed what a forward pass may draw from: torch on all devices, and Python."""
+    """Seed the generators that a forward pass may use: torch's on all devices, and Python's."""
     value = seed_of(seed, step, micro_step, rank)
     torch.manual_seed(value)
     random.seed(value)

@@ -1,8 +1,8 @@
-"""Virtual ranks: the fixed parts of a global batch, and gradients added up in their order, on any number of ranks.
+"""Virtual ranks: the fixed parts of a global batch, and gradients summed in their order, on any number of ranks.
 
-With an ordered reduction the plan's ranks are virtual ones. A gang of any size up to their number gives them out in runs of
-neighbours. What a virtual rank draws and computes depends on its number alone, and every rank adds the gradients of all in the
-order of their numbers, so the sum has the same bits for every size of the gang.
+With an ordered reduction the plan's ranks are virtual. A gang of any size up to their number divides them into runs of
+neighbours. The random numbers and computations of a virtual rank depend only on its number, and every rank adds the gradients of
+all in the order of their numbers, so the sum has the same bits for every size of the gang.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ class VirtualRanks:
             raise InvariantError(f"{self.gang.world_size} ranks cannot share {self.count} virtual ranks")
 
     def of(self, rank: int) -> range:
-        """The virtual ranks that this rank computes; never none."""
+        """The virtual ranks that this rank computes; at least one."""
         return range(rank * self.count // self.gang.world_size, (rank + 1) * self.count // self.gang.world_size)
 
     @property
     def rounds(self) -> int:
-        """Virtual ranks that each rank computes, one after the other. A rank with fewer computes its last again, and drops it:
-        gathering parameters takes all ranks.
+        """Number of virtual ranks that each rank computes, one after the other.
+
+        A rank with fewer computes its last one again and drops it, since all ranks must take part in gathering parameters.
         """
         return -(-self.count // self.gang.world_size)
 
@@ -48,7 +49,7 @@ class VirtualRanks:
 
 
 def flat_gradients(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """(values of all parameters,) float32, zero for those without a gradient. The gradients are given up."""
+    """(values of all parameters,) float32, zero for parameters without a gradient. The parameters' gradients are released."""
     parts = []
     for parameter in parameters:
         values = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -58,15 +59,16 @@ def flat_gradients(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
 
 
 def take_gradients(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
-    """Let the parameters have the gradients in `flat`, as `flat_gradients` orders them, in their own element types."""
+    """Set the parameters' gradients from `flat`, in the order of `flat_gradients` and in the parameters' element types."""
     for parameter, values in zip(parameters, torch.split(flat, [parameter.numel() for parameter in parameters]), strict=True):
         parameter.grad = values.view(parameter.shape).to(parameter.dtype)
 
 
 def ordered_sum(own: Sequence[torch.Tensor], virtual: VirtualRanks) -> torch.Tensor:
-    """The sum over all virtual ranks in the order of their numbers; the same bits on every rank, for every size of the gang.
+    """The sum over all virtual ranks in the order of their numbers, with the same bits on every rank and for every size of the
+    gang.
 
-    own: of each virtual rank that counts here, in order, (values,) float32. Called by all ranks together.
+    own: gradients of each virtual rank that counts here, in order, (values,) float32. Called by all ranks together.
     """
     total = torch.empty_like(own[0])
     world_size = virtual.gang.world_size
@@ -89,7 +91,7 @@ def ordered_sum(own: Sequence[torch.Tensor], virtual: VirtualRanks) -> torch.Ten
 def summed_in_order(own: Sequence[float], virtual: VirtualRanks) -> float:
     """The float64 sum of one value of each virtual rank, in the order of their numbers. Called by all ranks together.
 
-    own: of each virtual rank that counts here, in order.
+    own: values of each virtual rank that counts here, in order.
     """
     values = [0.0] * virtual.count
     first = virtual.of(virtual.gang.rank).start

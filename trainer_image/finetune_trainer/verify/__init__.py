@@ -1,4 +1,4 @@
-"""Is the merged model the adapter's model? Tensors against fp64, then logits against base + adapter, then a gate.
+"""Checks that the merged model is the adapter's model: tensors against fp64, then logits against base + adapter, then a gate.
 
-The way in is `finetune_trainer.verify.verification.verify_merge`.
+The entry point is `finetune_trainer.verify.verification.verify_merge`.
 """

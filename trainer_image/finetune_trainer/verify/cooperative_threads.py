@@ -1,11 +1,11 @@
 """Several computations that need the same weights go through them together: each unit is loaded once for all of them.
 
 Each is a function in a thread of its own that says through `enter` what it needs next, and gives way only there. Functions of one
-group never run at the same time, so that they may share what is not safe among threads; groups run at the same time. Knows
-nothing of models.
+group never run at the same time, so that they may share what is not safe among threads; groups run at the same time. This module
+knows nothing of models.
 
-A plain loop over units would have to know how each architecture hands on what a layer gives: only the library's forward pass
-does, and nothing but a thread lets one be stopped in the middle while another one runs.
+A plain loop over units would have to know how each architecture passes on the output of a layer. Only the library's forward pass
+knows that, and only a thread lets one pass stop in the middle while another one runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ Unit = TypeVar("Unit", bound=Hashable)
 
 
 class CooperativeThreads(Generic[Unit]):
-    """Runs functions to their ends. load: called before one needs a unit. release: before another is loaded, and at the end.
+    """Runs functions to their ends.
+
+    load: called before a function needs a unit. release: called before another unit is loaded, and at the end.
 
     Neither is called while a function runs.
     """
@@ -31,11 +33,11 @@ class CooperativeThreads(Generic[Unit]):
         self._here = threading.local()
 
     def enter(self, unit: Unit) -> None:
-        """Wait until `unit` is loaded and it is this thread's turn. What was entered before must not be used any more."""
+        """Wait until `unit` is loaded and it is this thread's turn. The previous unit must not be used any more."""
         self._here.thread.enter(unit)
 
     def run(self, groups: Sequence[Sequence[Callable[[], None]]]) -> None:
-        """Run every function in a thread. Raises what the first one that fails raises, after the others have been ended."""
+        """Run every function in a thread. Raises the first function's error after the other threads have ended."""
         gave_way: SimpleQueue[_CooperativeThread[Unit]] = SimpleQueue()
         threads: list[_CooperativeThread[Unit]] = [
             _CooperativeThread(function, number, gave_way, self._here)
@@ -48,7 +50,7 @@ class CooperativeThreads(Generic[Unit]):
             while waiting := [thread for thread in threads if thread.is_waiting]:
                 ready = [thread for thread in waiting if loaded and thread.wanted == loaded[0]]
                 if not ready:
-                    # The thread that is furthest behind: what it needs, those ahead of it may have left out.
+                    # The thread that is furthest behind decides, since threads ahead of it may have skipped its unit.
                     wanted = min(waiting, key=lambda thread: thread.num_entered).wanted
                     while loaded:
                         self._release(loaded.pop())
@@ -64,7 +66,7 @@ class CooperativeThreads(Generic[Unit]):
 
 
 def _let_run(threads: Iterable[_CooperativeThread[Unit]], gave_way: SimpleQueue[_CooperativeThread[Unit]]) -> None:
-    """Let each run until it gives way or ends, those of one group one after another. Raises what the first that fails raises."""
+    """Let each run until it gives way or ends, those of one group one after another. Raises the first error."""
     turns: dict[int, deque[_CooperativeThread[Unit]]] = {}
     for thread in threads:
         turns.setdefault(thread.group, deque()).append(thread)
@@ -83,7 +85,7 @@ def _let_run(threads: Iterable[_CooperativeThread[Unit]], gave_way: SimpleQueue[
 
 
 class _Cancelled(BaseException):
-    """Unwinds a thread that is not needed any more."""
+    """Unwinds a thread that is no longer needed."""
 
 
 class _CooperativeThread(Generic[Unit]):
@@ -96,7 +98,7 @@ class _CooperativeThread(Generic[Unit]):
         gave_way: SimpleQueue[_CooperativeThread[Unit]],
         here: threading.local,
     ) -> None:
-        """gave_way: is told of this thread each time that it gives way, and at its end."""
+        """gave_way: gets this thread each time that it gives way, and at its end."""
         self._function, self._gave_way, self._here = function, gave_way, here
         self._turn = threading.Semaphore(0)
         self._is_ending = False

@@ -1,8 +1,8 @@
 """Rows of one merged matrix in fp64, with the error that rounding explains. Deliberately shares no arithmetic with the merge.
 
 The formulas are PEFT's as documented: W + scaling * B@A, DoRA's m * (W + scaling * B@A) / ||W + scaling * B@A||, sums and
-replaced rows. What only PEFT's own layers can merge (ModuleMerge) has no formula here; such tensors rest on the comparison of
-logits.
+replaced rows. Changes that only PEFT's own layers can merge (ModuleMerge) have no formula here; such tensors rest on the
+comparison of logits.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from finetune_trainer.weights.rounding import TORCH_DTYPES
 
 _FP32 = UNIT_ROUNDOFF["float32"]
 _NORM_ROWS = 512
-"""Rows at a time where norms need all of them."""
+"""Rows that are computed at a time if norms need all of them."""
 _Values = tuple[torch.Tensor, torch.Tensor]
-"""Exact values and the errors that are allowed, both (rows, columns) in fp64."""
+"""Exact values and the allowed errors, both (rows, columns) in fp64."""
 
 
 def has_formula(changes: Sequence[Change]) -> bool:
-    """Whether ExactMatrix can compute these."""
+    """Whether ExactMatrix can compute these changes."""
     return not any(isinstance(change, ModuleMerge) for change in changes)
 
 
@@ -43,17 +43,17 @@ class ExactMatrix:
         held: torch.dtype,
         out: torch.dtype,
     ) -> None:
-        """held: the dtype that the weight has between two changes. out: of the merged tensor."""
+        """held: the dtype of the weight between two changes. out: the dtype of the merged tensor."""
         self._source, self._index, self._shape, self._changes = source, index, shape, tuple(changes)
         self._held, self._out = held, out
         self._held_roundoff = torch.finfo(held).eps / 2
-        # Smallest distance of subnormal float16 numbers; other dtypes reach so far down that it does not matter.
+        # Smallest distance of subnormal float16 numbers; other dtypes have such small numbers that it does not matter.
         self._floor = 2.0**-24 if torch.float16 in (held, out) or source.dtype == "F16" else 1e-37
         self._norms: dict[int, torch.Tensor] = {}
         self._unpacked: torch.Tensor | None = None
 
     def rows(self, chosen: Sequence[int]) -> _Values:
-        """Of the finished matrix."""
+        """Values and allowed errors of the chosen rows of the finished matrix."""
         values, errors = self._after(len(self._changes), chosen)
         if self._out is not self._held:
             errors = errors + torch.finfo(self._out).eps / 2 * 1.01 * values.abs()
@@ -86,7 +86,7 @@ class ExactMatrix:
         if not isinstance(change, Quantization):
             return self._after(count - 1, chosen)
         if self._unpacked is None:
-            # Imports bitsandbytes, so only if a base was packed.
+            # Imports bitsandbytes, so only if a base was quantized.
             from finetune_trainer.merge.steps.quantization import dequantized
 
             whole = read_rows(self._source, self._index, self._shape, range(self._shape[0]))
@@ -128,11 +128,11 @@ class ExactMatrix:
         rank = left.shape[1]
         error = (rank + 2) * _FP32 * abs(change.scaling) * (left.abs() @ right.abs())
         if change.magnitude is None and (change.orientation is Orientation.EMBEDDING or change.part is not None):
-            error = error + self._held_roundoff * delta.abs()  # PEFT rounds the product by itself
+            error = error + self._held_roundoff * delta.abs()  # PEFT rounds the product separately
         return values + delta, errors + error + 2 * _FP32 * (values.abs() + delta.abs())
 
     def _factors(self, change: LowRank, chosen: list[int]) -> _Values:
-        """(rows, r) and (r, columns) whose product has the orientation of the stored matrix, of its `chosen` rows."""
+        """(rows, r) and (r, columns), whose product has the orientation of the `chosen` rows of the stored matrix."""
         a, b = _load(change.a), _load(change.b)
         a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
         part = change.part
@@ -165,7 +165,7 @@ def read_rows(tensor: TensorHeader, index: int, shape: tuple[int, int], chosen: 
 
 @lru_cache(maxsize=8)
 def _load(tensor: TensorHeader) -> torch.Tensor:
-    """An adapter's tensor. Kept for the next few matrices, because all experts of a layer share their factors."""
+    """Load an adapter's tensor. It is kept for the next few matrices, because all experts of a layer share their factors."""
     return read_rows(tensor, 0, (1, tensor.num_bytes // TORCH_DTYPES[tensor.dtype].itemsize), [0]).view(tensor.shape)
 
 
@@ -175,5 +175,5 @@ def is_zero(tensor: TensorHeader) -> bool:
 
 
 def clear_adapter_cache() -> None:
-    """Let go of the tensors that are kept, whose files may change."""
+    """Drop the cached tensors, whose files may change."""
     _load.cache_clear()

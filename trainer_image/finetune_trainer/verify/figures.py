@@ -1,4 +1,4 @@
-"""Figures of two models' logits that wait in files: differences, divergences, which token is the most likely.
+"""Figures of two models' logits from files: differences, divergences, the most likely tokens.
 
 In: files of logits, prompt by prompt. Out: LogitFigures. Knows nothing of models. Called by logits.py.
 """
@@ -18,12 +18,12 @@ from finetune_trainer.verify.gate import TIE_UNITS, UNIT_ROUNDOFF, LogitFigures,
 from finetune_trainer.weights.rounding import dtype_name
 
 VALUES_AT_ONCE = 1 << 17
-"""Logits that are held in fp64 at a time, several times over, by each thread: few enough to stay in a processor's cache."""
+"""Logits that each thread holds in fp64 at a time, several times over: few enough to stay in a processor's cache."""
 
 
 @dataclass(frozen=True)
 class LogitsFile:
-    """On disk: (positions, vocabulary)."""
+    """Logits in a file: (positions, vocabulary)."""
 
     file: Path
     num_positions: int
@@ -34,7 +34,7 @@ class LogitsFile:
         return self.file.stat().st_size // self.dtype.itemsize // self.num_positions
 
     def positions(self, first: int, last: int) -> torch.Tensor:
-        """fp32 (last - first, vocabulary)."""
+        """Logits of some positions, fp32 (last - first, vocabulary)."""
         size = self.vocabulary * self.dtype.itemsize
         raw = np.fromfile(self.file, dtype=np.uint8, count=(last - first) * size, offset=first * size)
         return torch.from_numpy(raw).view(self.dtype).view(last - first, -1).float()
@@ -42,24 +42,24 @@ class LogitsFile:
 
 @dataclass(frozen=True)
 class PromptFigures:
-    """One prompt's, each of (positions,). divergences: KL(reference || merged). effects: KL(reference || base)."""
+    """Figures of one prompt, each of (positions,). divergences: KL(reference || merged). effects: KL(reference || base)."""
 
     differences: torch.Tensor
-    """The largest of each position."""
+    """The largest difference at each position."""
     largest: torch.Tensor
-    """The largest logit of the reference."""
+    """The largest logit of the reference at each position."""
     divergences: torch.Tensor
     effects: torch.Tensor
     agrees: torch.Tensor
 
 
 def figures_of_prompts(prompts: Sequence[tuple[LogitsFile, LogitsFile, LogitsFile]]) -> list[PromptFigures]:
-    """prompts: of each the logits of reference, base and merged model."""
+    """Figures of each prompt. prompts: for each, the logits of reference, base and merged model."""
     return map_in_threads(_figures_of_prompt, prompts)
 
 
 def _figures_of_prompt(files: tuple[LogitsFile, LogitsFile, LogitsFile]) -> PromptFigures:
-    """files: of reference, base and merged model. A vocabulary of another size leaves NaN, which passes no gate."""
+    """files: of reference, base and merged model. A vocabulary of another size gives NaN, which passes no gate."""
     reference, base, merged = files
     tolerance = TIE_UNITS * max(UNIT_ROUNDOFF[dtype_name(logits.dtype)] for logits in (reference, merged))
     if reference.vocabulary != merged.vocabulary:
@@ -69,18 +69,18 @@ def _figures_of_prompt(files: tuple[LogitsFile, LogitsFile, LogitsFile]) -> Prom
     step = max(1, VALUES_AT_ONCE // reference.vocabulary)
     for first in range(0, reference.num_positions, step):
         last = min(first + step, reference.num_positions)
-        expected, found = reference.positions(first, last), merged.positions(first, last)
-        differences, largest = (expected - found).abs().max(dim=1).values, expected.abs().max(dim=1).values
-        chosen = expected.gather(1, found.argmax(dim=1, keepdim=True)).squeeze(1)
+        expected, result = reference.positions(first, last), merged.positions(first, last)
+        differences, largest = (expected - result).abs().max(dim=1).values, expected.abs().max(dim=1).values
+        chosen = expected.gather(1, result.argmax(dim=1, keepdim=True)).squeeze(1)
         agrees = expected.max(dim=1).values - chosen <= tolerance * largest
-        blocks.append((differences, largest, *_kl(expected, found, base.positions(first, last)), agrees))
+        blocks.append((differences, largest, *_kl(expected, result, base.positions(first, last)), agrees))
     return PromptFigures(*(torch.cat(values) for values in zip(*blocks, strict=True)))
 
 
 def figures_together(prompts: Sequence[PromptFigures], *, chooses_experts: bool) -> LogitFigures:
-    """Of all prompts, at least one."""
+    """Combined figures of all prompts, of which there is at least one."""
     share = judged_share(chooses_experts=chooses_experts)
-    # torch's maximum keeps a NaN wherever it comes, Python's drops one that comes second.
+    # torch's maximum keeps a NaN at any position, Python's drops one that comes second.
     differences = torch.cat([prompt.differences for prompt in prompts])
     agrees = torch.cat([prompt.agrees for prompt in prompts])
     return LogitFigures(
@@ -101,18 +101,18 @@ def _kl(reference: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
     first = reference.double()
     total = first.logsumexp(dim=1, keepdim=True)
     probabilities = (first - total).exp_()
-    found = []
+    divergences = []
     for other in others:
         second = other.double()
         total_of_second = second.logsumexp(dim=1)
         # A token that the model rules out has the logit -inf in both and adds nothing.
         terms = torch.sub(first, second, out=second).masked_fill_(first.isneginf() & other.isneginf(), 0.0).mul_(probabilities)
-        found.append(terms.sum(dim=1) - total.squeeze(1) + total_of_second)
-    return found
+        divergences.append(terms.sum(dim=1) - total.squeeze(1) + total_of_second)
+    return divergences
 
 
 def mean_of_least(values: torch.Tensor, share: float) -> float:
-    """Mean of that share of the values, the least of them; NaN where any value is."""
+    """Mean of the smallest values, which are this share of all; NaN if any value is NaN."""
     if values.isnan().any():
         return math.nan
     return float(values.sort().values[: math.ceil(share * len(values))].mean())

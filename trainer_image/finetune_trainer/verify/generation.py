@@ -1,6 +1,6 @@
 """The most likely continuations of prompts, by models whose weights are in memory one unit at a time (streaming.py).
 
-All prompts and models over the same weights go through together, a token at each pass over the weights. So the price is known
+All prompts and models over the same weights go through together, one token at each pass over the weights. So the cost is known
 before: the bytes of the weights times the number of tokens.
 """
 
@@ -20,16 +20,16 @@ from finetune_trainer.verify.streaming import NotStreamableError, StreamedModels
 from finetune_trainer.weights.errors import MergeError
 
 BY_LAYER_BYTES = 1 << 30
-"""Of a model so small that whole layers fit into memory: it goes through in fewer, larger units, which takes less time."""
+"""Size of a model whose whole layers fit into memory: it goes through in fewer, larger units, which takes less time."""
 
 
 class TooLargeError(MergeError):
-    """So few tokens could be generated that they say nothing."""
+    """Too few tokens could be generated to be meaningful."""
 
 
 @dataclass(frozen=True)
 class Continued:
-    """Models to compare: the weights of `base`, and the same with `adapter`, or those of `tuned` in its place."""
+    """Models to compare: the weights of `base`, and the same with `adapter`, or those of `tuned` instead."""
 
     base: Path
     adapter: Path | None
@@ -39,18 +39,18 @@ class Continued:
 
 @dataclass(frozen=True)
 class Budget:
-    """What answers may cost."""
+    """Limits of the cost of answers."""
 
     most_tokens: int
     least_tokens: int
     most_bytes: int
-    """Of weights that are read."""
+    """Bytes of weights that may be read."""
 
 
 def continuations(
     models: Continued, prompts: Sequence[Sequence[int]], stops: Collection[int], budget: Budget, scratch: Path
 ) -> tuple[int, list[tuple[list[int], list[int]]]]:
-    """Most tokens of an answer, and of each prompt the answers of base and tuned model; one that ends has its stop token last.
+    """The largest number of tokens of an answer, and for each prompt the answers of base and tuned model.
 
     stops: tokens that end an answer. scratch: for what does not fit into memory. Raises TooLargeError, NotStreamableError,
     MergeError, ValueError without an adapter or a tuned model.
@@ -68,11 +68,13 @@ def continuations(
     for stored, adapters in groups:
         types = element_types(stored.directory, allow_remote_code=allow)
         for by_layer in (True,) if stored.num_bytes <= BY_LAYER_BYTES else (False, True):
-            skeletons = {label: skeleton_model(stored, each, types, allow_remote_code=allow) for label, each in adapters.items()}
+            skeletons = {
+                label: skeleton_model(stored, adapter, types, allow_remote_code=allow) for label, adapter in adapters.items()
+            }
             try:
                 answers |= _answers(asked, stored, skeletons, scratch, by_layer=by_layer)
                 break
-            # As verification does it: torch refuses some of what is done to a weight that is not there.
+            # As in the verification, torch refuses some operations on a weight without values.
             except (NotStreamableError, RuntimeError):
                 if by_layer:
                     raise
@@ -84,7 +86,7 @@ _BASE, _TUNED = "base", "tuned"
 
 @dataclass(frozen=True)
 class _Asked:
-    """The same of every model. stops: tokens that end an answer."""
+    """Inputs that are the same for every model. stops: tokens that end an answer."""
 
     prompts: Sequence[Sequence[int]]
     stops: Collection[int]
@@ -103,7 +105,7 @@ def _groups(models: Continued) -> list[tuple[StoredWeights, dict[str, Path | Non
 def _answers(
     asked: _Asked, stored: StoredWeights, skeletons: Mapping[str, SkeletonModel], scratch: Path, *, by_layer: bool
 ) -> dict[str, list[list[int]]]:
-    """Of each model, by its label, an answer to each prompt."""
+    """An answer to each prompt, by the model's label."""
     streamed = StreamedModels(stored, skeletons, scratch, by_layer=by_layer)
     answers: dict[str, list[list[int]]] = {label: [[] for _ in asked.prompts] for label in skeletons}
     given: dict[tuple[str, int], Sequence[int]] = {
@@ -112,9 +114,9 @@ def _answers(
 
     def look_up(key: tuple[str, int], tokens: Sequence[int]) -> None:
         given[key] = tokens
-        streamed.expect(token for each in given.values() for token in each)
+        streamed.expect(token for tokens_of_key in given.values() for token in tokens_of_key)
 
-    # One group: what is looked up is told by each of them for all.
+    # One group, since each function reports its lookups for all of them.
     streamed.run(
         [
             [
@@ -129,7 +131,7 @@ def _answers(
 def _continue(
     skeleton: SkeletonModel, asked: _Asked, number: int, answer: list[int], look_up: Callable[[Sequence[int]], None]
 ) -> None:
-    """Appends to `answer`. Keys and values of earlier tokens are kept, so that each pass computes one position."""
+    """Append tokens to `answer`. Keys and values of earlier tokens are kept, so that each pass computes one position."""
     known = inspect.signature(type(skeleton.base).forward).parameters
     options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
     cache, step = None, list(asked.prompts[number])

@@ -1,6 +1,6 @@
 """An output head that is multiplied block by block: neither all of its weights nor their products are in memory at once.
 
-Which head can be, and the forward pass that takes its place. Called by streaming.py.
+This module decides which head is computed so, and has its forward pass. Called by streaming.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from finetune_trainer.verify.skeleton import HOST, ParameterSlot, SkeletonModel
 
 HEAD_BLOCK_BYTES = 64 << 20
-"""Of an output head that are in memory at a time."""
+"""Bytes of an output head that are in memory at a time."""
 
 
 class HeadInBlocks:
@@ -31,7 +31,7 @@ class HeadInBlocks:
         block: Callable[[int, int], torch.Tensor],
         scratch: Path,
     ) -> None:
-        """slot: of its weight. block: waits for rows [first, last) of that. scratch: a directory, where products wait."""
+        """slot: of its weight. block: waits for the weight's rows [first, last). scratch: a directory for products."""
         self._slot, self._bias, self._block, self._scratch = slot, bias, block, scratch
         self._shape = head.out_features, head.in_features
 
@@ -57,7 +57,9 @@ class HeadInBlocks:
 
 
 def blocked_head(skeleton: SkeletonModel, by_module: Mapping[int, Sequence[ParameterSlot]]) -> nn.Linear | None:
-    """The output head if it is a large linear layer of which only the product is used. by_module: slots by the module's id."""
+    """The output head if it is a large linear layer of which only the product is used, else None. by_module: slots by the
+    module's id.
+    """
     unit = skeleton.base.get_output_embeddings()
     head = inner(unit) if unit is not None else None
     if type(head) is not nn.Linear or id(head) not in by_module:
@@ -71,13 +73,13 @@ def blocked_head(skeleton: SkeletonModel, by_module: Mapping[int, Sequence[Param
 
 
 def inner(module: nn.Module) -> nn.Module:
-    """The layer that an adapter's layer is around, or `module` itself."""
+    """The layer inside an adapter's layer, or `module` itself."""
     if not isinstance(module, BaseTunerLayer):
         return module
-    found: nn.Module = module.get_base_layer()
-    return found
+    base_layer: nn.Module = module.get_base_layer()
+    return base_layer
 
 
 def stored_bytes(tensor: torch.Tensor) -> memoryview:
-    """Row after row, as files have them."""
+    """Values row after row, as in files."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data

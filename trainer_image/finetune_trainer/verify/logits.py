@@ -1,8 +1,8 @@
 """Logits of base + adapters through PEFT against the merged model, on given prompts, in bounded memory.
 
-In: directories and token ids. Out: LogitFigures. Called by verification.py. Nothing of the merge's arithmetic takes part: this
-also catches what merge and tensor check might get wrong in the same way: names, orientation, scaling, ties. Prompts go through
-in waves, so that neither activations nor the logits, which wait on disk, grow with their number.
+In: directories and token ids. Out: LogitFigures. Called by verification.py. It uses none of the merge's arithmetic, so it also
+catches mistakes that merge and tensor check share: names, orientation, scaling, ties. Prompts go through in waves, so that
+neither activations nor the logits, which are kept on disk, grow with their number.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 MAX_PROMPT_POSITIONS = 512
 """Longer prompts are cut: one prompt's logits are in memory at a time, or those of some short ones."""
 MAX_WAVE_POSITIONS = 4096
-"""Of one pass over the weights; each batch of prompts has two threads, one for the base and one for base + adapters."""
+"""Positions of one pass over the weights. Each batch of prompts has two threads, one for the base and one for base + adapters."""
 MAX_WHOLE_BYTES = 4 << 30
 """Of a model that cannot be streamed and is loaded whole instead."""
 
@@ -58,9 +58,9 @@ ADAPTED, BASE, MERGED = "adapted", "base", "merged"
 
 @dataclass(frozen=True)
 class Reference:
-    """Base + adapters, the base as stored or as a quantised training saw it. allow_remote_code: whether its own code may run.
+    """Base + adapters; the base is as stored or as a quantised training saw it.
 
-    device: where it is computed, unless it turns out that this cannot be done there.
+    allow_remote_code: whether its own code may run. device: on which it is computed, unless that turns out to be impossible.
     """
 
     base: Path
@@ -75,9 +75,8 @@ def compare_logits(
 ) -> list[LogitFigures]:
     """Figures of the merged model against each reference, on the device of the first.
 
-    prompts: token ids, each at least one token. scratch: where logits are kept meanwhile. Raises ValueError without prompts or
-    with an empty one, UnverifiableModelError for a model that can neither be streamed nor fits into memory, MergeError for a
-    broken one.
+    prompts: token ids, each at least one token. scratch: directory for logits. Raises ValueError without prompts or with an empty
+    one, UnverifiableModelError for a model that can neither be streamed nor fits into memory, MergeError for a broken one.
     """
     if not prompts or not all(prompts):
         raise ValueError(f"prompts: {len(prompts)} given, each must hold at least one token id, or nothing is compared.")
@@ -94,7 +93,7 @@ def compare_logits(
             result = _StreamedOrWholeModels(merged_alone, (MERGED,), directory)
         for wave in _waves(chosen):
             *expected, of_merged = logits_of_each([*models, result], wave, directory)
-            found = of_merged[MERGED]
+            merged_files = of_merged[MERGED]
             for number, model in enumerate(models):
                 of_prompts = [
                     (
@@ -103,13 +102,13 @@ def compare_logits(
                         LogitsFile(other, prompt.num_positions, result.dtype),
                     )
                     for adapted, base, other, prompt in zip(
-                        expected[number][ADAPTED], expected[number][BASE], found, wave, strict=True
+                        expected[number][ADAPTED], expected[number][BASE], merged_files, wave, strict=True
                     )
                 ]
                 figures[number] += figures_of_prompts(of_prompts)
         del models, result
     gc.collect()
-    return [figures_together(each, chooses_experts=chooses) for each in figures]
+    return [figures_together(figures_of_reference, chooses_experts=chooses) for figures_of_reference in figures]
 
 
 def chooses_experts(config: Mapping[str, Any]) -> bool:
@@ -122,7 +121,7 @@ def _waves(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
     """The prompts in order, as many together as one pass may hold, at least one."""
     wave: list[Prompt] = []
     for prompt in prompts:
-        num_positions = sum(each.num_positions for each in (*wave, prompt))
+        num_positions = sum(waiting.num_positions for waiting in (*wave, prompt))
         if wave and num_positions > MAX_WAVE_POSITIONS:
             yield wave
             wave = []
@@ -131,7 +130,7 @@ def _waves(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
 
 
 def _prompt(ids: Sequence[int], start: int | None) -> Prompt:
-    """An encoder-decoder is given the prompt twice: whole, and as what the decoder is to say."""
+    """A prompt. An encoder-decoder gets it twice: whole, and as the decoder's input."""
     return Prompt(tuple(ids), None if start is None else (start, *ids[:-1]))
 
 
@@ -146,7 +145,7 @@ def _decoder_start(directory: Path, *, allow_remote_code: bool = False) -> int |
 
 
 class _StreamedOrWholeModels:
-    """Module by module; from the first time on that this turns out to be impossible, layer by layer, and then whole."""
+    """Streams module by module; if that turns out to be impossible, layer by layer; and then loads models whole."""
 
     def __init__(self, reference: Reference, labels: Sequence[str], scratch: Path) -> None:
         self._reference, self._labels, self._scratch = reference, labels, scratch
@@ -168,7 +167,7 @@ class _StreamedOrWholeModels:
             for label, adapter in last.items()
         }
         self.dtype = skeletons[labels[0]].dtype
-        # The base alone is read together with base + adapter, except where other adapters come between the two.
+        # The base alone is read together with base + adapter, unless other adapters come between the two.
         groups = [skeletons] if weights is stored else [{label: model} for label, model in skeletons.items()]
         return [
             StreamedModels(weights if ADAPTED in group else stored, group, self._scratch, by_layer=self._by_layer)
@@ -209,7 +208,7 @@ def _require_whole(base: Path, num_bytes: int, reason: str) -> None:
 
 
 class _WholeModels:
-    """Models of which one at a time is loaded whole for each wave."""
+    """Models that are loaded whole for each wave, one at a time."""
 
     is_whole = True
 
@@ -239,8 +238,8 @@ class _WholeModels:
             model.eval()
             files[label] = [directory / f"{label}-{number}" for number in range(len(prompts))]
             for batch in batches(prompts):
-                found = logits_of(model, [prompts[number] for number in batch], self.dtype)
-                for number, logits in zip(batch, found, strict=True):
+                batch_logits = logits_of(model, [prompts[number] for number in batch], self.dtype)
+                for number, logits in zip(batch, batch_logits, strict=True):
                     write_logits(logits, files[label][number])
         return files
 

@@ -1,6 +1,6 @@
-"""Which models go through at the same time, and what happens when one turns out to need another way.
+"""Runs several models at the same time, and lets one fall back to another way if its way turns out to be impossible.
 
-In: what gives logits, and prompts. Out: their files. Knows nothing of weights. Called by logits.py.
+In: sources of logits, and prompts. Out: their files. Knows nothing of weights. Called by logits.py.
 """
 
 from __future__ import annotations
@@ -17,35 +17,38 @@ from finetune_trainer.processes.torch_threads import one_thread_for_each_operati
 from finetune_trainer.verify.streaming import NotStreamableError, Prompt
 
 STREAMED_AT_A_TIME = 2
-"""References and merged model, for instance: while weights of one are read, the others compute."""
+"""Number of sources at a time, such as references and merged model: while weights of one are read, the others compute."""
 COMPUTING_AT_A_TIME = 3
 """Base, base + adapters and merged model. Each of them has its share of the processors: many small operations in few threads take
-less time than one after another in all threads."""
+less time than one after another in all threads.
+"""
 
 
 class LogitModels(Protocol):
-    """What gives logits of one or more models."""
+    """A source of logits of one or more models."""
 
     dtype: torch.dtype
 
     @property
     def is_whole(self) -> bool:
-        """Whether `logits` loads whole models, which it must do alone: for the memory, and because the library has settings for
-        all threads meanwhile.
+        """Whether `logits` loads whole models, which it must do alone: because of memory, and because the library then has
+        settings for all threads.
         """
 
     def logits(self, prompts: Sequence[Prompt], directory: Path) -> dict[str, list[Path]]:
-        """By model, a file for each prompt; see streaming.py. What it raises, `fall_back` may have an answer to."""
+        """A file for each prompt, by model; see streaming.py. `fall_back` may handle what it raises."""
 
     def fall_back(self, error: Exception) -> None:
-        """After `logits` has raised: prepare another way. Nothing may compute meanwhile. Raises `error` if there is none."""
+        """Prepare another way after `logits` has raised. Nothing may compute meanwhile. Raises `error` if there is no other
+        way.
+        """
 
 
 def logits_of_each(models: Sequence[LogitModels], prompts: Sequence[Prompt], directory: Path) -> list[dict[str, list[Path]]]:
-    """What each of `models` answers, in directories of its own below `directory`. Raises what none of them can fall back from.
+    """The answers of each of `models`, in directories of its own below `directory`. Raises an error without a fall-back.
 
-    Some go through at the same time. Forward passes of models of one class have always had to bear that (nn.DataParallel); to
-    build models has not, so nothing is built meanwhile.
+    Some run at the same time. Forward passes of models of one class must support that (nn.DataParallel), but building models need
+    not, so nothing is built meanwhile.
     """
     answers: dict[int, dict[str, list[Path]]] = {}
     while missing := [number for number in range(len(models)) if number not in answers]:
@@ -58,7 +61,7 @@ def logits_of_each(models: Sequence[LogitModels], prompts: Sequence[Prompt], dir
         for number, future in running.items():
             try:
                 answers[number] = future.result()
-            # torch refuses some of what is done to a weight that is not there.
+            # torch refuses some operations on a weight without values.
             except (NotStreamableError, RuntimeError) as error:
                 models[number].fall_back(error)
     return [answers[number] for number in range(len(models))]
@@ -66,7 +69,7 @@ def logits_of_each(models: Sequence[LogitModels], prompts: Sequence[Prompt], dir
 
 @contextmanager
 def _processors_shared(num_computing: int) -> Iterator[None]:
-    """Until the end of the block operations of threads that are started have a share of the processors each, rounded up."""
+    """Give operations of each started thread a share of the processors, rounded up, until the end of the block."""
     with one_thread_for_each_operation() as num_threads:
         torch.set_num_threads(-(-num_threads // num_computing))
         yield

@@ -1,4 +1,4 @@
-"""Prompts for a model that comes without a data set: what is compared needs tokens, not sense."""
+"""Prompts for a model that comes without a data set: the comparison needs tokens, not sense."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 
 NUM_PROMPTS = 4
 NUM_TOKENS = 32
-"""Of each prompt, if the model has as many positions. Products of prompts are the largest part of a verification, and a merge
-that is wrong is wrong at nearly every position (gate.py)."""
+"""Tokens of each prompt, if the model has as many positions. Products of prompts are the largest part of a verification, and a
+wrong merge is wrong at nearly every position (gate.py).
+"""
 _SPECIAL_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "sep_token_id", "unk_token_id")
 _POSITION_FIELDS = ("max_position_embeddings", "n_positions")
 _TOKENIZER_FILE, _TOKENIZER_CONFIG_FILE, _GENERATION_FILE = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 
 
 def default_prompts(base: Path, num_rows: int | None = None) -> list[list[int]]:
-    """NUM_PROMPTS sequences of ordinary tokens, the same ones for the same model.
+    """NUM_PROMPTS sequences of ordinary tokens, the same for the same model.
 
     num_rows: of embeddings that a merge made larger than the base's; then there is one more prompt, of added tokens. Raises
     MergeError for a broken config.json.
@@ -38,7 +39,7 @@ def default_prompts(base: Path, num_rows: int | None = None) -> list[list[int]]:
     chosen = random.Random(size)  # noqa: S311 - no secret: the same prompts each time
     prompts = [chosen.choices(ordinary, k=length) for _ in range(NUM_PROMPTS)]
     if added:
-        # As many different ones as there is room for, between ordinary ones, because that is where they come.
+        # As many different added tokens as there is room for, between ordinary ones, as in real text.
         some = chosen.sample(added, min(len(added), max(1, length // 2)))
         prompts.append([chosen.choice(ordinary) if place % 2 == 0 else some[place // 2 % len(some)] for place in range(length)])
     return prompts
@@ -50,8 +51,8 @@ def _special_tokens(base: Path, config: Mapping[str, Any]) -> Iterator[int]:
         sources.append(read_json(base / _GENERATION_FILE))
     for source in sources:
         for name in _SPECIAL_FIELDS:
-            found = source.get(name)
-            yield from (token for token in (found if isinstance(found, list) else [found]) if isinstance(token, int))
+            ids = source.get(name)
+            yield from (token for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int))
     if (base / _TOKENIZER_FILE).is_file():
         yield from (entry["id"] for entry in read_json(base / _TOKENIZER_FILE).get("added_tokens") or () if entry.get("special"))
     if (base / _TOKENIZER_CONFIG_FILE).is_file():

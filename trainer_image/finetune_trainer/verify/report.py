@@ -1,4 +1,4 @@
-"""What a verification found: as data, as JSON next to the model, as a few lines for logs, and as a page in Markdown."""
+"""Results of a verification: as data, as JSON beside the model, as a few lines for logs, and as a page in Markdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OTHER_BASE = {"Original": "Dequantized", "Dequantized": "Original"}
 
 @dataclass(frozen=True)
 class Compared:
-    """Which files were compared: sha256 by file name."""
+    """The compared files: sha256 by file name."""
 
     base: Mapping[str, str]
     adapters: tuple[Mapping[str, str], ...]
@@ -28,11 +28,11 @@ class Compared:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """passed: no fault in tensors or logits. logits is None when tensors were wrong already.
+    """Results of a verification.
 
-    merged_onto: the base that the adapters were added to, which `logits` and `gate` are about: Original or Dequantized.
-    other_logits: for an adapter of a quantised training, the figures against base + adapter with the other base.
-    peak_memory_bytes: of the whole process.
+    passed: no fault in tensors or logits. logits: None if tensors were already wrong. merged_onto: the base that the adapters
+    were added to, which `logits` and `gate` are about: Original or Dequantized. other_logits: for an adapter of a quantised
+    training, the figures against base + adapter with the other base. peak_memory_bytes: of the whole process.
     """
 
     passed: bool
@@ -69,7 +69,7 @@ class VerificationReport:
         return "\n".join(lines)
 
     def json(self) -> str:
-        """Everything; of classes only those that the model has."""
+        """Everything as JSON, without tensor classes that the model lacks."""
         tensors: dict[str, Any] = dataclasses.asdict(self.tensors)
         tensors |= {name: getattr(self.tensors, name) for name in ("num_untouched", "num_changed", "num_by_logits_only")}
         tensors |= {name: getattr(self.tensors, name) for name in ("num_values_sampled", "worst_rounding")}
@@ -82,7 +82,7 @@ class VerificationReport:
 
 
 def verification_page(report: VerificationReport) -> str:
-    """The report in Markdown, for people."""
+    """The report as a page in Markdown."""
     lines = [
         f"# Verification of the merge: {'passed' if report.passed else 'FAILED'}",
         "",

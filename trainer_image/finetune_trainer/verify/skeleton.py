@@ -1,8 +1,8 @@
 """A model's structure as transformers and PEFT build it, without its base weights, and base weights with adapters merged in.
 
 Base weights are NaNs that take no memory: one that is used without having been loaded shows in the logits. Tensors on the meta
-device would not do: a linear layer on the CPU computes with such a weight, from whatever is in memory. When adapters follow one
-another, MergedWeights merges the earlier ones in a skeleton of its own, module by module.
+device would not work: a linear layer on the CPU computes with such a weight, from whatever is in memory. If several adapters are
+merged, MergedWeights merges the earlier ones in a skeleton of its own, module by module.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """One parameter of one module that has to be filled with the base's `path` before the module runs."""
+    """One parameter of one module that must be filled with the base's `path` before the module runs."""
 
     module: nn.Module
     name: str
     path: str
     dtype: torch.dtype
     device: torch.device
-    """Where the module computes."""
+    """Device on which the module computes."""
 
 
 @dataclass(frozen=True)
 class SkeletonModel:
-    """What runs, and where its base weights are missing."""
+    """A model without base weights, and the slots for these."""
 
     model: nn.Module
     base: PreTrainedModel
-    """Inside `model`, or `model` itself."""
+    """The base model inside `model`, or `model` itself."""
     slots: tuple[ParameterSlot, ...]
     looked_up: frozenset[str]
     """Paths of the input embeddings, of which a forward pass needs single rows."""
@@ -57,35 +57,35 @@ class SkeletonModel:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device on which the model computes."""
         device: torch.device = self.base.device
         return device
 
 
 def model_class(directory: Path, *, allow_remote_code: bool = False) -> Any:
-    """The class that PEFT and users load this model with."""
+    """The class with which PEFT and users load this model."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 @dataclass(frozen=True)
 class ElementTypes:
-    """What the library decides of a model's element types, some of them parameter by parameter."""
+    """Element types that the library chooses for a model and for its parameters."""
 
     of_model: torch.dtype
     of_parameters: Mapping[str, torch.dtype]
 
 
 def element_types(directory: Path, *, allow_remote_code: bool = False) -> ElementTypes:
-    """Of the model in a directory, as the library loads it. Raises what it raises.
+    """Element types of the model in a directory, as the library loads it. Raises what the library raises.
 
-    It is given what the files' headers say: from the files it would read all values, although it throws them away.
+    The library gets tensors made from the files' headers: from the files it would read all values, although it discards them.
     """
     loader = model_class(directory, allow_remote_code=allow_remote_code)
     config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
     with without_values(allow_remote_code=allow_remote_code):
         built = loader.from_config(config, trust_remote_code=allow_remote_code)
-    # In the order in which the library looks for the first one whose type is the model's, if config.json names none.
+    # In the order in which the library looks for the first tensor whose type becomes the model's, if config.json names none.
     tensors = sorted(read_checkpoint(directory).tensors.values(), key=lambda header: (header.file, header.name))
     headers = [header for header in tensors if header.dtype in READ_DTYPES]
     example = type(built).from_pretrained(
@@ -108,9 +108,9 @@ def skeleton_model(
     device: torch.device = HOST,
     allow_remote_code: bool = False,
 ) -> SkeletonModel:
-    """The model of `weights.directory`, with `adapter` attached. types: of its elements; None: found out. device: where it runs.
+    """The model of `weights.directory`, with `adapter` attached.
 
-    Raises what the libraries raise.
+    types: its element types; None: determined here. device: on which it runs. Raises what the libraries raise.
     """
     directory = weights.directory
     types = types or element_types(directory, allow_remote_code=allow_remote_code)
@@ -145,7 +145,7 @@ def skeleton_model(
     slots: dict[tuple[int, str], ParameterSlot] = {}
     for module, name, path in owners:
         parameter = module._parameters.get(name)  # noqa: SLF001
-        # An adapter's copy has taken the place of the base's parameter, or its values are in it already.
+        # An adapter's copy has replaced the base's parameter, or already contains its values.
         if parameter is None or id(parameter) not in original or id(parameter) in given:
             continue
         slots.setdefault((id(module), name), ParameterSlot(module, name, path, parameter.dtype, device))
@@ -157,14 +157,14 @@ def skeleton_model(
 
 
 def offload(slot: ParameterSlot) -> None:
-    """Let go of the values."""
+    """Drop the values of a slot."""
     held = slot.module.get_parameter(slot.name)
     nothing = torch.full((1,) * held.dim(), torch.nan, dtype=slot.dtype, device=slot.device).expand(held.shape)
     slot.module._parameters[slot.name] = nn.Parameter(nothing, requires_grad=False)  # noqa: SLF001
 
 
 def _move_others(model: nn.Module, slots: Collection[tuple[int, str]], device: torch.device) -> None:
-    """Buffers, and parameters that are no slots. `Module.to` would make values of what takes no memory."""
+    """Move buffers, and parameters that are no slots. `Module.to` would allocate values for empty tensors."""
     if device == HOST:
         return
     for module in model.modules():
@@ -177,7 +177,7 @@ def _move_others(model: nn.Module, slots: Collection[tuple[int, str]], device: t
 
 
 def _fill_buffers(model: nn.Module, weights: StoredWeights) -> None:
-    """Buffers that are stored; the others were computed when the model was built."""
+    """Fill stored buffers; the others were computed when the model was built."""
     stored = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         if name in stored and weights.holds(name):
@@ -185,13 +185,13 @@ def _fill_buffers(model: nn.Module, weights: StoredWeights) -> None:
 
 
 def _given_by(adapter: Path, model: nn.Module) -> frozenset[int]:
-    """Parameters of the base that the adapter's file has values for: biases, embeddings."""
+    """Parameters of the base for which the adapter's file has values: biases, embeddings."""
     named: Mapping[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     return frozenset(id(named[name]) for name in read_adapter(adapter).tensors if name in named)
 
 
 class WeightSource(Protocol):
-    """Where the weights of a skeleton come from; see StoredWeights for what each method gives."""
+    """Source of a skeleton's weights; see StoredWeights for the methods."""
 
     def whole(self, path: str, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor: ...
     def rows(self, path: str, first: int, last: int, dtype: torch.dtype) -> torch.Tensor: ...
@@ -219,7 +219,7 @@ class MergedWeights:
         if not isinstance(module, BaseTunerLayer):
             return self._weights.whole(path, dtype, out) if path in self._empty else module.get_parameter(name).detach().to(dtype)
         within = {id(part) for part in module.modules()}
-        slots = [slot for found in self._empty.values() for slot in found if id(slot.module) in within]
+        slots = [slot for slots_of_path in self._empty.values() for slot in slots_of_path if id(slot.module) in within]
         for slot in slots:
             values = self._weights.whole(slot.path, slot.dtype)
             slot.module._parameters[slot.name] = nn.Parameter(values, requires_grad=False)  # noqa: SLF001

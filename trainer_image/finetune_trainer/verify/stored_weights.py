@@ -1,6 +1,6 @@
 """Values of a model's parameters by the model's own names, from the safetensors files of a directory: whole, or some rows.
 
-Large ones' memory goes back to the system when they are let go of (return_freed_memory).
+Memory of large ones returns to the system when they are freed (return_freed_memory).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from finetune_trainer.weights.rounding import READ_DTYPES, TORCH_DTYPES
 from finetune_trainer.weights.stored import StoredParameter, StoredPart
 
 BLOCK_BYTES = 16 << 20
-"""Read at a time where values are converted."""
+"""Bytes that are read at a time if values are converted."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Parameters of mallopt(3)."""
 OWN_PAGES_BYTES = 8 << 20
@@ -31,8 +31,8 @@ KEPT_BYTES = 16 << 20
 class StoredWeights:
     """A model directory's weights. Raises MergeError if it is broken.
 
-    quantized: stored tensors, by name, that stand for what a quantised layer computes with (merge/quantized_base.py).
-    adapters: their directories; where these have embeddings of more rows than the files, the further rows are theirs.
+    quantized: stored tensors, by name, that stand for the weights of a quantised layer (merge/quantized_base.py). adapters: their
+    directories; if these have embeddings of more rows than the files, the further rows are theirs.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class StoredWeights:
         self._model = read_stored_model(self._checkpoint, read_json(directory / CONFIG_FILE))
         self._model = with_adapters_vocabulary(self._model, adapters)
         self.num_rows = self._model.num_rows
-        """Of the embeddings, where these are larger than the files have them."""
+        """Number of rows of the embeddings if they are larger than in the files."""
         self.resized = frozenset(self._model.embeddings if self.num_rows is not None else ())
-        """Paths of what has as many rows."""
+        """Paths of parameters with as many rows."""
         self._quantized = quantized or {}
         self.directory = directory
 
     @property
     def num_bytes(self) -> int:
-        """Of all files together."""
+        """Size of all files together."""
         return sum(self._checkpoint.file_bytes.values())
 
     def holds(self, path: str) -> bool:
@@ -60,7 +60,7 @@ class StoredWeights:
     def whole(self, path: str, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
         """All values of a parameter in the model's shape, rounded to `dtype`. Raises BrokenCheckpointError.
 
-        out: where to put them, if it has this shape; else in memory of their own.
+        out: memory for the values, if it has this shape; otherwise new memory is used.
         """
         parameter = self._parameter(path)
         if out is None or out.shape != parameter.shape:
@@ -76,7 +76,7 @@ class StoredWeights:
         return out
 
     def rows(self, path: str, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        """Rows [first, last) of a parameter that is stored as one tensor, or as some that follow one another."""
+        """Rows [first, last) of a parameter that is stored as one tensor, or as several consecutive ones."""
         parts = self._parameter(path).parts
         if parts[0].header.name in self._quantized:
             (part,) = parts
@@ -84,7 +84,7 @@ class StoredWeights:
         return self._rows_of(parts, first, last, dtype)
 
     def some_rows(self, path: str, indices: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-        """A parameter of which only the rows `indices` hold their values and take memory; the others are zero."""
+        """A parameter of which only the rows `indices` have values and take memory; the others are zero."""
         parameter = self._parameter(path)
         out = lazy_zeros(parameter.shape, dtype)
         for row in sorted(set(indices)):
@@ -94,7 +94,7 @@ class StoredWeights:
         return out
 
     def is_one_tensor(self, path: str) -> bool:
-        """Whether rows of the parameter can be read by themselves."""
+        """Whether rows of the parameter can be read separately."""
         parts = self._parameter(path).parts
         return all(part.expert is None and part.header.name not in self._quantized for part in parts)
 
@@ -107,12 +107,12 @@ class StoredWeights:
         return parameter
 
     def _rows_of(self, parts: Iterable[StoredPart], first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        found = []
+        blocks = []
         for part in parts:
             begin, end = max(first - part.first_row, 0), min(last - part.first_row, part.header.shape[0])
             if begin < end:
-                found.append(self._values(part.header, begin, end).to(dtype))
-        return found[0] if len(found) == 1 else torch.cat(found)
+                blocks.append(self._values(part.header, begin, end).to(dtype))
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
     def _unpacked(self, header: TensorHeader) -> torch.Tensor:
         from finetune_trainer.merge.steps.quantization import dequantized
@@ -125,9 +125,9 @@ class StoredWeights:
         return out
 
     def _read(self, header: TensorHeader, start: int, target: torch.Tensor) -> None:
-        """Elements [start, start + len(target)) of a stored tensor into one dimension, in blocks where its dtype is another."""
+        """Read elements [start, start + len(target)) of a stored tensor into one dimension, in blocks if its dtype differs."""
         stored = READ_DTYPES.get(header.dtype)
-        # Integers are not weights, but there are buffers of integers, such as tables of experts.
+        # Weights are no integers, but buffers may be, such as tables of experts.
         if stored is None or (target.dtype.is_floating_point and not stored.is_floating_point):
             raise BrokenCheckpointError(
                 f"{header.file}: tensor {header.name} is {header.dtype}, which no gate is known for. Give the 16-bit original."
@@ -149,11 +149,11 @@ class StoredWeights:
 
 
 def return_freed_memory() -> None:
-    """Have this process give memory back that it let go of, except for what activations need again and again.
+    """Have this process return freed memory to the system, except for what activations need again and again.
 
-    Blocks from OWN_PAGES_BYTES on are mapped by themselves. Smaller ones come from one heap for all threads, of which up to
-    KEPT_BYTES stay free at its end: with new pages for every activation, verification took half as long again. Without effect
-    if there is no mallopt.
+    Blocks from OWN_PAGES_BYTES on are mapped separately. Smaller ones come from one heap for all threads, of which up to
+    KEPT_BYTES stay free at its end: with new pages for every activation, verification took half as long again. No effect without
+    mallopt.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

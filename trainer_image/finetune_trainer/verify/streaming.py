@@ -27,8 +27,9 @@ from finetune_trainer.verify.skeleton import HOST, ParameterSlot, SkeletonModel,
 from finetune_trainer.weights.errors import MergeError
 
 MAX_BATCH_POSITIONS = 512
-"""Of prompts that go through a model together, as many as one long prompt may have: a batch's logits are in memory at once.
-Products rearrange all weights for each batch, so few large ones take less time."""
+"""Positions of prompts that go through a model together, as many as one long prompt may have: a batch's logits are in memory at
+once. Products rearrange all weights for each batch, so few large ones take less time.
+"""
 ALIGNED_BYTES = 64
 
 
@@ -37,12 +38,12 @@ class NotStreamableError(Exception):
 
 
 class UnverifiableModelError(MergeError):
-    """The model's class allows no verification in bounded memory; it is not that the merge is wrong."""
+    """The model's class allows no verification in bounded memory; the merge need not be wrong."""
 
 
 @dataclass(frozen=True)
 class LoadUnit:
-    """What is loaded at a time: parameters by their paths; of embeddings needed rows only, of a head a block of rows."""
+    """Weights that are loaded at a time: parameters by their paths; of embeddings only needed rows, of a head a block of rows."""
 
     paths: tuple[str, ...]
     needs_rows: bool = False
@@ -51,7 +52,7 @@ class LoadUnit:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of one forward pass. decoder_ids: for encoder-decoders, what the decoder is given; its logits are compared."""
+    """Token ids of one forward pass. decoder_ids: for encoder-decoders, the decoder's input, whose logits are compared."""
 
     ids: tuple[int, ...]
     decoder_ids: tuple[int, ...] | None = None
@@ -62,22 +63,22 @@ class Prompt:
 
 
 def batches(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Which prompts go through a model together, by their places in `prompts`, the longest of each first.
+    """Prompts that go through a model together, by their places in `prompts`, the longest of each batch first.
 
-    The shorter ones of a batch are filled up behind their ends, which earlier positions of a decoder do not see; and all models
-    that are compared are given the same. What is filled up is never more than the prompts themselves. An encoder sees all of its
-    input: of encoder-decoders, prompts of one length only.
+    The shorter ones of a batch are padded behind their ends, which earlier positions of a decoder do not see; and all compared
+    models get the same. Padding never exceeds the prompts themselves. An encoder sees all of its input, so batches of
+    encoder-decoders have prompts of one length only.
     """
-    found: list[list[int]] = []
+    batches_so_far: list[list[int]] = []
     for number in sorted(range(len(prompts)), key=lambda number: -prompts[number].num_positions):
-        prompt, batch = prompts[number], found[-1] if found else []
+        prompt, batch = prompts[number], batches_so_far[-1] if batches_so_far else []
         longest = prompts[batch[0]].num_positions if batch else 0
         shortest_allowed = longest if prompt.decoder_ids is not None else longest / 2
         if batch and (len(batch) + 1) * longest <= MAX_BATCH_POSITIONS and prompt.num_positions >= shortest_allowed:
             batch.append(number)
         else:
-            found.append([number])
-    return found
+            batches_so_far.append([number])
+    return batches_so_far
 
 
 class StreamedModels:
@@ -86,7 +87,7 @@ class StreamedModels:
     def __init__(
         self, weights: WeightSource, models: Mapping[str, SkeletonModel], scratch: Path, *, by_layer: bool = False
     ) -> None:
-        """scratch: a directory, where a large head's blocks of logits wait. by_layer: the larger units."""
+        """scratch: a directory for a large head's blocks of logits. by_layer: use the larger units."""
         self._weights, self._models, self._scratch, self._by_layer = weights, models, scratch, by_layer
         self._slots: dict[LoadUnit, list[ParameterSlot]] = {}
         self._ids: frozenset[int] = frozenset()
@@ -97,15 +98,17 @@ class StreamedModels:
             self._attach(model)
 
     def logits(self, prompts: Sequence[Prompt], directory: Path) -> dict[str, list[Path]]:
-        """Runs all prompts through all models. Returns each model's files in `directory`, one per prompt: (positions, vocabulary)
-        in the model's dtype, row after row. Raises NotStreamableError, MergeError.
+        """Run all prompts through all models.
+
+        Returns each model's files in `directory`, one per prompt: (positions, vocabulary) in the model's dtype, row after row.
+        Raises NotStreamableError, MergeError.
         """
         self.expect(token for prompt in prompts for token in (*prompt.ids, *(prompt.decoder_ids or ())))
         files = {label: [directory / f"{label}-{number}" for number in range(len(prompts))] for label in self._models}
         self.run(
             [
                 [
-                    partial(self._write, skeleton, [prompts[each] for each in batch], [files[label][each] for each in batch])
+                    partial(self._write, skeleton, [prompts[place] for place in batch], [files[label][place] for place in batch])
                     for batch in batches(prompts)
                 ]
                 for label, skeleton in self._models.items()
@@ -114,19 +117,20 @@ class StreamedModels:
         return files
 
     def expect(self, tokens: Iterable[int]) -> None:
-        """What is looked up next, by all functions together."""
+        """Set the tokens that all functions together look up next."""
         self._ids = frozenset(tokens)
 
     def run(self, groups: Sequence[Sequence[Callable[[], None]]]) -> None:
-        """Runs functions that call the models, those of one model in one group (cooperative_threads.py); weights come and go with
-        what they need. Raises what they raise.
+        """Run functions that call the models, those of one model in one group (cooperative_threads.py).
+
+        Weights are loaded and released as they need them. Raises what they raise.
         """
         self._threads.run(groups)
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _write(self, skeleton: SkeletonModel, prompts: Sequence[Prompt], files: Sequence[Path]) -> None:
-        found = logits_of(skeleton.model, prompts, skeleton.dtype, skeleton.device)
-        for logits, path in zip(found, files, strict=True):
+        logits_of_prompts = logits_of(skeleton.model, prompts, skeleton.dtype, skeleton.device)
+        for logits, path in zip(logits_of_prompts, files, strict=True):
             write_logits(complete(logits), path)
 
     def _attach(self, skeleton: SkeletonModel) -> None:
@@ -178,9 +182,9 @@ class StreamedModels:
             slot.module._parameters[slot.name] = nn.Parameter(held, requires_grad=False)  # noqa: SLF001
 
     def _places(self, slots: Sequence[ParameterSlot]) -> dict[tuple[str, torch.dtype], torch.Tensor]:
-        """Where the weights of linear layers are put, one unit's over the last one's: new pages cost as much as reading.
+        """Memory for the weights of linear layers; each unit reuses the last one's, since new pages cost as much as reading.
 
-        Not those of other modules, which may give out views of their weights.
+        Weights of other modules are excluded, since these may return views of them.
         """
         sizes = {
             (slot.path, slot.dtype): (slot.module.get_parameter(slot.name).shape, slot.dtype)
@@ -204,26 +208,27 @@ class StreamedModels:
             offload(slot)
 
     def _head_block(self, path: str, first: int, last: int) -> torch.Tensor:
-        """Rows of an output head, once they are there; for use before the next `enter` only."""
+        """Rows of an output head, once they are loaded; they are valid only until the next `enter`."""
         self._threads.enter(LoadUnit((path,), block=(first, last)))
         return self._block
 
 
 def complete(logits: torch.Tensor) -> torch.Tensor:
-    """The logits, if all weights were there when they were used. Raises NotStreamableError."""
+    """The logits, if all weights were loaded when they were used. Raises NotStreamableError."""
     if logits.isnan().any():
         raise NotStreamableError("weights are used outside of the module that owns them, or a weight is NaN")
     return logits
 
 
 def write_logits(logits: torch.Tensor, path: Path) -> None:
-    """Row after row, in their own dtype."""
+    """Write logits row after row, in their own dtype."""
     path.write_bytes(stored_bytes(logits))
 
 
 def logits_of(model: nn.Module, prompts: Sequence[Prompt], dtype: torch.dtype, device: torch.device = HOST) -> list[torch.Tensor]:
-    """Of each prompt (positions, vocabulary), on the CPU. dtype: the model's, in which they were computed; some models return
-    them as float32. device: the model's.
+    """Logits of each prompt (positions, vocabulary), on the CPU.
+
+    dtype: the model's, in which they were computed; some models return them as float32. device: the model's.
     """
     given = {"input_ids": _filled_up([prompt.ids for prompt in prompts])}
     of_decoder = [prompt.decoder_ids for prompt in prompts if prompt.decoder_ids is not None]
@@ -241,7 +246,7 @@ def _filled_up(rows: Sequence[Sequence[int]]) -> torch.Tensor:
 
 
 def _layers(model: nn.Module) -> frozenset[int]:
-    """Members of lists of modules."""
+    """Ids of modules that are members of module lists."""
     return frozenset(id(layer) for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module)
 
 
@@ -259,7 +264,7 @@ def _units(
 
 
 def _looks_rows_up(unit: nn.Module) -> bool:
-    """Whether nothing but rows of an embedding is used. DoRA takes norms over all of it, trained tokens go into a copy of it."""
+    """Whether only rows of an embedding are used. DoRA takes norms over all of it, trained tokens go into a copy of it."""
     if type(unit) is not LoraEmbedding:
         return isinstance(unit, nn.Embedding)
     layer: Any = unit

@@ -1,7 +1,7 @@
 """Merged tensors against base and adapters, without a model: untouched ones byte for byte, changed ones against fp64.
 
-In: directories. Out: TensorFigures by class of tensor, with every fault found. Which tensors may differ, and by what, the plan
-says; whether they do is found here, with the formulas of exact.py, and by the logits whether the plan is right.
+In: directories. Out: TensorFigures by class of tensor, with every fault. The plan says which tensors may differ, and how. This
+module checks the differences with the formulas of exact.py; the logits check the plan.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from finetune_trainer.weights.rounding import TORCH_DTYPES
 SAMPLE_ROWS = 16
 """Rows of each changed matrix that are computed again in fp64, the first and the last among them."""
 MIN_SAMPLE_ROWS = 4
-"""Of each matrix where many are stacked in one tensor."""
+"""Rows of each matrix if many are stacked in one tensor."""
 TOKEN_ROWS = 64
-"""Of trained tokens, besides."""
+"""Additional rows of trained tokens."""
 READ_BYTES = 8 << 20
 FIRST_ELEMENTS = 4096
-"""Compared before the others of a tensor: one that was changed differs in them already."""
+"""Elements that are compared first: a changed tensor usually differs in them."""
 _UNBOUNDED = 1 << 62
 _WRITTEN_BY_MERGE = frozenset({"dtype", "torch_dtype"})
 """Fields of config.json that follow from the merge's options rather than from the model."""
@@ -44,7 +44,7 @@ TENSOR_CLASSES = (
     "attention q", "attention k", "attention v", "attention o", "attention q+k+v", "mlp gate", "mlp up", "mlp down",
     "experts", "router", "embeddings", "output head", "norms", "other",
 )  # fmt: skip
-"""In the order in which reports list them."""
+"""Classes in the order in which reports list them."""
 _MODULES = {
     "attention q": {"q_proj", "q", "query", "wq", "q_a_proj", "q_b_proj"},
     "attention k": {"k_proj", "k", "key", "wk"},
@@ -64,9 +64,10 @@ _MLP_BLOCK = re.compile(r"(^|\.)(mlp|ff|feed_forward|DenseReluDense)$")
 
 @dataclass
 class TensorClassFigures:
-    """Tensors of one class. worst_rounding: largest error over what rounding allows. relative_change: ||W' - W||/||W||, sampled.
+    """Figures of one class of tensors.
 
-    num_by_logits_only: changed tensors that have no formula outside of PEFT, so that only the comparison of logits covers them.
+    worst_rounding: largest error over what rounding allows. relative_change: ||W' - W||/||W||, sampled. num_by_logits_only:
+    changed tensors without a formula outside of PEFT, so that only the comparison of logits covers them.
     """
 
     num_untouched: int = 0
@@ -84,7 +85,7 @@ class TensorClassFigures:
 
 @dataclass
 class TensorFigures:
-    """What was compared, by class in the order of TENSOR_CLASSES, and sentences about what is wrong."""
+    """Figures by class in the order of TENSOR_CLASSES, and sentences about faults."""
 
     classes: dict[str, TensorClassFigures] = field(
         default_factory=lambda: {name: TensorClassFigures() for name in TENSOR_CLASSES}
@@ -121,22 +122,22 @@ def check_tensors(
     merged: Path,
     quantization: Quantization | None = None,
 ) -> TensorFigures:
-    """Compares all tensors. quantization: what the merge added to, if that was not the base as stored.
+    """Compare all tensors. quantization: of the weights that the merge added to, if these were not the base as stored.
 
-    Raises MergeError only when a directory cannot be read as what it should be.
+    Raises MergeError only when a directory cannot be read as it should be.
     """
     plan = plan_merge(base, adapters, None, _UNBOUNDED, quantization)
-    found = read_checkpoint(merged).tensors
+    merged_tensors = read_checkpoint(merged).tensors
     figures = TensorFigures()
     figures.faults += _config_faults(base, merged, plan)
     planned = {tensor.name: tensor for tensor in plan.tensors}
-    figures.faults += (f"tensor {name} is missing in the merged model" for name in sorted(planned.keys() - found.keys()))
-    figures.faults += (f"tensor {name} is not a tensor of this model" for name in sorted(found.keys() - planned.keys()))
+    figures.faults += (f"tensor {name} is missing in the merged model" for name in sorted(planned.keys() - merged_tensors.keys()))
+    figures.faults += (f"tensor {name} is not a tensor of this model" for name in sorted(merged_tensors.keys() - planned.keys()))
     originals = read_checkpoint(base).tensors
     changed = [tensor for tensor in planned.values() if tensor.is_changed_by_adapter]
     figures.is_zero_adapter = all(_is_zero_change(tensor, originals) for tensor in changed)
-    for name in sorted(planned.keys() & found.keys()):
-        tensor, result = planned[name], found[name]
+    for name in sorted(planned.keys() & merged_tensors.keys()):
+        tensor, result = planned[name], merged_tensors[name]
         of_class = figures.classes[class_of(name)]
         if tensor.shape != result.shape:
             figures.faults.append(f"tensor {name} has shape {list(result.shape)}, it should have {list(tensor.shape)}")
@@ -160,7 +161,7 @@ def check_tensors(
 
 
 def manifest_faults(merged: Path, digests: FileDigests) -> Iterator[str]:
-    """Files of a merged model that are not what its manifest says."""
+    """Yield faults of a merged model's files that differ from its manifest."""
     path = merged / MANIFEST_FILE
     if not path.exists():
         return
@@ -174,7 +175,10 @@ def manifest_faults(merged: Path, digests: FileDigests) -> Iterator[str]:
 
 
 def _config_faults(base: Path, merged: Path, plan: MergePlan) -> Iterator[str]:
-    """config.json is the base's, but for what the plan changes: a model of other settings can have the same tensors."""
+    """Yield faults of config.json, which must equal the base's except for the plan's changes.
+
+    A model of other settings can have the same tensors.
+    """
     expected = {**read_json(base / CONFIG_FILE), **plan.config_changes}
     result = read_json(merged / CONFIG_FILE)
     for key in sorted((expected.keys() | result.keys()) - _WRITTEN_BY_MERGE):
@@ -188,7 +192,7 @@ def _without_dtype(value: Any) -> Any:
 
 
 def _is_zero_change(tensor: OutputTensor, originals: Mapping[str, TensorHeader]) -> bool:
-    """True when nothing can alter any value: lora_B all zero, no magnitudes, the same values in place of the base's."""
+    """Whether no value can change: lora_B is all zero, there are no magnitudes, replaced values equal the base's."""
     original = originals.get(tensor.name)
     if tensor.is_replaced and not (original is not None and _is_cast_of(tensor.source, original, original.dtype)):
         return False
@@ -202,7 +206,7 @@ def _is_zero_change(tensor: OutputTensor, originals: Mapping[str, TensorHeader])
 def _faults_of_changed(
     tensor: OutputTensor, original: TensorHeader | None, result: TensorHeader, figures: TensorClassFigures
 ) -> Iterator[str]:
-    """At most one: the first row that rounding does not explain."""
+    """Yield at most one fault: the first row that rounding does not explain."""
     if not tensor.changes:
         if not _is_cast_of(tensor.source, result, tensor.compute_dtype):
             yield f"tensor {tensor.name} is not the adapter's copy {tensor.source.name}"
@@ -213,8 +217,8 @@ def _faults_of_changed(
     out = TORCH_DTYPES[result.dtype]
     held = torch.promote_types(TORCH_DTYPES[tensor.compute_dtype], out)
     shape = tensor.matrix_shape
-    sampler = random.Random(tensor.name)  # noqa: S311 - which rows are looked at, the same ones each time
-    # Of a resized vocabulary; one that is not in the base by itself has the size of the one that it was tied to.
+    sampler = random.Random(tensor.name)  # noqa: S311 - which rows are compared, the same ones each time
+    # Rows of a resized vocabulary. A head that the base does not store has the size of the embedding that it was tied to.
     added = range(original.shape[0], shape[0]) if original is not None and len(tensor.changes) == 1 else range(0)
     for index, changes in enumerate(tensor.changes):
         tokens = [row for change in changes if isinstance(change, TokenRows) for row in change.indices]
@@ -240,13 +244,13 @@ def _faults_of_changed(
 
 
 def _sample(count: int, size: int, tokens: Sequence[int], sampler: random.Random) -> list[int]:
-    """Rows of one matrix: the first, the last, some others, and some of those that are replaced, which are few among many."""
+    """Rows of one matrix: the first, the last, some others, and some of the few that are replaced."""
     trained = sampler.sample(tokens, min(len(tokens), TOKEN_ROWS))
     return sorted({0, count - 1, *trained, *sampler.sample(range(count), min(count, size))})
 
 
 def _is_cast_of(source: TensorHeader, result: TensorHeader, held_as: str) -> bool:
-    """True when `result` has the values of `source`, held in the wider of `held_as` and its own dtype, then cast to it."""
+    """Whether `result` has the values of `source`, held in the wider of `held_as` and its own dtype, then cast to it."""
     if source.dtype != result.dtype and not {source.dtype, result.dtype} <= TORCH_DTYPES.keys():
         return False
     num_elements = math.prod(source.shape)

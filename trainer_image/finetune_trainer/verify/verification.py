@@ -1,6 +1,6 @@
-"""A verification from start to end: the gate of a merge, tensors, logits, the report, and the name that the model takes.
+"""A verification from start to end: the gate of a merge, tensors, logits, the report, and the model's final name.
 
-A model that passes takes its final name, one that fails is quarantined. Called by the merge role and the command line.
+A model that passes gets its final name, one that fails is quarantined. Called by the merge role and the command line.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def verify_merge(
     tensors: TensorFigures | None = None,
     started: float | None = None,
 ) -> VerificationReport:
-    """Checks tensors, then logits if the tensors are right, and writes the report, and a page for people where `page_path` says.
+    """Check tensors, then logits if the tensors are right; write the report, and a page for people to `page_path`.
 
     adapters: in the order in which they were merged. prompts: held-out token ids, or prompts.default_prompts. gate: see
-    gate_of_merge. quantization: how the training that made the adapters packed the base, if it did; then the logits are
-    compared with both bases, and the gate is about `merged_onto`. base_sha256: of files of the base, by name, when the training
-    began; None: not known. allow_remote_code: whether the base's own code may run. digests: of files whose hashing has begun.
-    device: where logits are computed. tensors: what `check_tensors` has found already. started: when that began, by
-    `time.monotonic()`.
+    gate_of_merge. quantization: how the adapters' training quantized the base, if it did; then the logits are compared with both
+    bases, and the gate is about `merged_onto`. base_sha256: of files of the base, by name, when the training began; None:
+    unknown. allow_remote_code: whether the base's own code may run. digests: of files whose hashing has begun. device: on which
+    logits are computed. tensors: an existing result of `check_tensors`. started: when that began, by `time.monotonic()`.
+
     Raises MergeError when a directory cannot be read or the model cannot be verified, ValueError for empty prompts or Dequantized
     without `quantization`.
     """
@@ -119,10 +119,10 @@ def verify_and_name(
     tensors: TensorFigures | None = None,
     started: float | None = None,
 ) -> VerificationReport:
-    """Verify the model at `paths.current`; it then is at `paths.verified`. All other arguments but one: as of `verify_merge`.
+    """Verify the model at `paths.current`, which then is at `paths.verified`. Most arguments are those of `verify_merge`.
 
-    withdraw: called if the model fails, after its reports are written and before it loses its name. What says elsewhere that the
-    model is a result has to stop saying so then.
+    withdraw: called if the model fails, after its reports are written and before it loses its name. Everything that calls the
+    model a result elsewhere must then be removed.
     Raises VerificationError for a model that fails, which is then kept as `paths.quarantined`, and as `verify_merge` does.
     """
     merged = paths.current
@@ -157,7 +157,7 @@ def verify_and_name(
 
 
 def quarantine(path: Path, kept: Path) -> Path:
-    """Rename a failed model to `kept`, numbered if that exists already, and return the new path. Nothing is deleted."""
+    """Rename a failed model to `kept`, numbered if that already exists, and return the new path. Nothing is deleted."""
     target, number = kept, 1
     while target.exists():
         number += 1
@@ -166,15 +166,15 @@ def quarantine(path: Path, kept: Path) -> Path:
 
 
 def gate_of_merge(base: Path, merged: str | None) -> VerificationGate:
-    """The gate of a merge into the model in `base`; merged: the element type that was asked for, None: the base's own.
+    """The gate of a merge into the model in `base`. merged: the requested element type; None: the base's own.
 
-    Raises ValueError for another one than the gates are known for, ModelError for a base that is not a model.
+    Raises ValueError for an element type without a gate, ModelError for a base that is not a model.
     """
     return GATES[judged_dtype(base, merged)]
 
 
 def judged_dtype(base: Path, merged: str | None) -> str:
-    """The element type that this gate is of. Raises as `gate_of_merge` does."""
+    """The element type of this gate. Raises as `gate_of_merge` does."""
     stored = dtype_name(stored_dtype(base))
     config = read_json(base / CONFIG_FILE)
     named = config.get("dtype") or config.get("torch_dtype")
@@ -184,11 +184,11 @@ def judged_dtype(base: Path, merged: str | None) -> str:
 def _references(
     base: Path, adapters: Sequence[Path], quantization: Quantization | None, *, onto_dequantized: bool
 ) -> list[Reference]:
-    """The one that the gate is about first."""
+    """References for the comparison; the gate is about the first one."""
     original = Reference(base, adapters)
     if quantization is None:
         return [original]
-    # Imports bitsandbytes: only if it is needed.
+    # Imports bitsandbytes, so only if it is needed.
     from finetune_trainer.merge.quantized_base import quantized_tensors
 
     stored = read_stored_model(read_checkpoint(base), read_json(base / CONFIG_FILE))
@@ -197,24 +197,24 @@ def _references(
     except UnsupportedBaseError:
         if onto_dequantized:
             raise
-        # The base that was packed is compared as well: if that is not known, the gate decides without it.
+        # The quantized base is compared as well; if it cannot be determined, the gate decides without it.
         return [original]
     return [packed, original] if onto_dequantized else [original, packed]
 
 
 def _compared(base: Path, adapters: Sequence[Path], merged: Path, digests: FileDigests) -> Compared:
-    def found(directory: Path, names: Iterable[str]) -> dict[str, str]:
+    def digests_of(directory: Path, names: Iterable[str]) -> dict[str, str]:
         return {name: digests.of(directory / name) for name in names}
 
     return Compared(
-        base=found(base, (CONFIG_FILE, *read_checkpoint(base).file_bytes)),
-        adapters=tuple(found(adapter, (ADAPTER_CONFIG_FILE, ADAPTER_FILE)) for adapter in adapters),
-        merged=found(merged, (MANIFEST_FILE,) if (merged / MANIFEST_FILE).exists() else read_checkpoint(merged).file_bytes),
+        base=digests_of(base, (CONFIG_FILE, *read_checkpoint(base).file_bytes)),
+        adapters=tuple(digests_of(adapter, (ADAPTER_CONFIG_FILE, ADAPTER_FILE)) for adapter in adapters),
+        merged=digests_of(merged, (MANIFEST_FILE,) if (merged / MANIFEST_FILE).exists() else read_checkpoint(merged).file_bytes),
     )
 
 
 def _faults_of_base(found: Mapping[str, str], known: Mapping[str, str]) -> Iterator[str]:
-    """Files of the base that are not what was trained on any more."""
+    """Yield faults of the base's files that have changed since the training."""
     for name, sha256 in known.items():
         if found.get(name) != sha256:
             yield f"base file {name} does not have the sha256 that preflight recorded: it changed after that"

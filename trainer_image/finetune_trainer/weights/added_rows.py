@@ -1,8 +1,8 @@
 """A copy of a model's weights in which the embeddings have rows for added tokens.
 
-Files without embeddings are links to the model's own or copies of them, the others are written again: tensor after tensor, block
-after block. A new row is the mean of the rows of all known tokens, as transformers' resize_token_embeddings begins them but for
-its noise, so that a token that nobody has learnt is as likely as any other.
+Files without embeddings become links to the model's own files, or copies. The others are written again, tensor after tensor,
+block after block. A new row is the mean of the rows of all known tokens, as in transformers' resize_token_embeddings without its
+noise, so that an untrained token is as likely as any other.
 """
 
 from __future__ import annotations
@@ -27,63 +27,64 @@ from finetune_trainer.weights.rounding import TORCH_DTYPES
 from finetune_trainer.weights.stored import StoredModel
 
 BLOCK_BYTES = 16 << 20
-"""Copied or added up at a time."""
+"""Bytes that are copied or summed at a time."""
 _ALIGNMENT = 8
-"""Tensors begin at a multiple of it, as the safetensors library writes them."""
+"""Alignment of tensors in bytes, as in the safetensors library."""
 _RESIZED_BIAS = "final_logits_bias"
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What of a model has a row for each token."""
+    """The parts of a model that have a row for each token."""
 
     tensors: Mapping[str, TensorHeader]
-    """By their names in the files."""
+    """Tensors by their names in the files."""
     num_rows: int
     embedding: str
-    """The end of the input embedding's path, as PEFT names modules."""
+    """Last part of the input embedding's path, by which PEFT names modules."""
     head: str
-    """The same of the output head."""
+    """Last part of the output head's path."""
     separate_head: str | None
-    """That, if it does not share the embedding's values."""
+    """The output head, if it does not share the embedding's values."""
 
 
 def vocabulary_of(model: StoredModel, *, saved_whole: Collection[str] | None) -> Vocabulary:
-    """saved_whole: names of modules that an adapter holds whole, as it holds of others rows of weights alone; None: there is no
-    adapter.
+    """Find the tensors that have a row for each token.
 
+    saved_whole: names of modules that an adapter holds whole (of others it holds only rows of weights); None: there is no
+    adapter.
     Raises UnsupportedBaseError if rows cannot be added.
     """
-    held = model.vocabulary()
+    parameters = model.vocabulary()
     sources = set(model.family.ties.values()) - set(model.family.ties)
-    embedding = next((path for path in sorted(sources) if path in held), None)
-    if embedding is None or len(held[embedding].parts) != 1:
+    embedding = next((path for path in sorted(sources) if path in parameters), None)
+    if embedding is None or len(parameters[embedding].parts) != 1:
         raise UnsupportedBaseError("the files hold no input embedding that is known by its name")
-    other = next((path for path in model.parameters if path in model.embeddings and path not in held), None)
+    other = next((path for path in model.parameters if path in model.embeddings and path not in parameters), None)
     if other is not None:
-        counts = f"{other} has {model.parameters[other].shape[0]} rows and {embedding} {held[embedding].shape[0]}"
+        counts = f"{other} has {model.parameters[other].shape[0]} rows and {embedding} {parameters[embedding].shape[0]}"
         raise UnsupportedBaseError(f"{counts}, so the ids of tokens would not be the same in both")
     apart = next((path for path in model.parameters if path.rpartition(".")[2] == _RESIZED_BIAS), None)
     if apart is not None:
         raise UnsupportedBaseError(f"{apart} has a value for each token, and is part of neither embedding nor output head")
-    biased = [path.removesuffix(".bias") for path in held if path.endswith(".bias")]
+    biased = [path.removesuffix(".bias") for path in parameters if path.endswith(".bias")]
     lost = next((module for module in biased if not _is_held_whole(module, saved_whole)), None)
     if lost is not None:
         raise UnsupportedBaseError(
             f"{lost}.bias has a value for each token, and an adapter holds none for added ones unless modulesToSave names "
             f"{lost.rpartition('.')[2]}"
         )
-    empty = next((each.path for each in held.values() if 0 in each.shape), None)
+    empty = next((parameter.path for parameter in parameters.values() if 0 in parameter.shape), None)
     if empty is not None:
         raise UnsupportedBaseError(f"{empty} holds no value")
-    wrong = next((each for each in held.values() if each.dtype not in TORCH_DTYPES), None)
+    wrong = next((parameter for parameter in parameters.values() if parameter.dtype not in TORCH_DTYPES), None)
     if wrong is not None:
         raise UnsupportedBaseError(f"{wrong.path} has the element type {wrong.dtype}, of which there is no mean")
     heads = [path for path in model.family.ties if path.endswith(".weight")]
-    separate = [path for path in heads if path in held and model.tie(path) is None]
+    separate = [path for path in heads if path in parameters and model.tie(path) is None]
     return Vocabulary(
-        tensors={part.header.name: part.header for each in held.values() for part in each.parts},
-        num_rows=held[embedding].shape[0],
+        tensors={part.header.name: part.header for parameter in parameters.values() for part in parameter.parts},
+        num_rows=parameters[embedding].shape[0],
         embedding=_module(embedding),
         head=_module(separate[0] if separate else heads[-1]),
         separate_head=_module(separate[0]) if separate else None,
@@ -99,7 +100,7 @@ def _module(path: str) -> str:
 
 
 def written_bytes(checkpoint: Checkpoint, vocabulary: Vocabulary, num_rows: int, directory: Path) -> int:
-    """Room that the copy takes in `directory`, which exists. Files are links if they are on the same file system."""
+    """Bytes that the copy takes in `directory`, which exists. Files on the same file system become links."""
     changed = {header.file.name for header in vocabulary.tensors.values()}
     device = directory.stat().st_dev
     rows = sum((num_rows - vocabulary.num_rows) * _row_bytes(header) for header in vocabulary.tensors.values())
@@ -122,8 +123,9 @@ def write_with_rows(
 ) -> None:
     """Write weights and index to the directory `target`, durably.
 
-    root: below which links of the model may lead. num_known: tokens before any were added, whose rows the mean is of. added: ids
-    of the others; rows beyond the model's own are theirs, too. Raises BrokenCheckpointError, OSError.
+    root: directory below which links of the model may lead. num_known: number of tokens before any were added, over whose rows
+    the mean is taken. added: ids of the added tokens; rows beyond the model's own are theirs, too. Raises BrokenCheckpointError,
+    OSError.
     """
     changed = {header.file.name for header in vocabulary.tensors.values()}
     for name in checkpoint.file_bytes:
@@ -131,7 +133,8 @@ def write_with_rows(
             if name in changed:
                 tensors = read_header(checkpoint.directory / name)
                 grown = [
-                    _Grown(each, num_rows, num_known, added) if each.name in vocabulary.tensors else each for each in tensors
+                    _Grown(tensor, num_rows, num_known, added) if tensor.name in vocabulary.tensors else tensor
+                    for tensor in tensors
                 ]
                 _write(source, grown, target / name)
             else:
@@ -145,10 +148,11 @@ def write_with_rows(
 
 
 def link_or_copy(source: BufferedReader, target: Path) -> None:
-    """Give the open file another name, or copy it where the file system or the owner's rights do not let it have one."""
+    """Link the open file to another name, or copy it if the file system or the owner's rights do not allow a link."""
     descriptors = os.open("/proc/self/fd", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # By its descriptor: what the path leads to may have changed. Without a directory Python does not follow the link.
+        # By its descriptor, since the path may now lead elsewhere. Without a directory descriptor Python does not follow the
+        # link.
         os.link(str(source.fileno()), target, src_dir_fd=descriptors, follow_symlinks=True)
     except OSError:
         with target.open("wb") as copy:
@@ -189,48 +193,48 @@ class _Grown:
 
 
 def _write(source: BufferedReader, tensors: Sequence[TensorHeader | _Grown], target: Path) -> None:
-    """A safetensors file of these tensors, with the metadata of the one that they are from."""
+    """Write a safetensors file of these tensors, with the metadata of the source file."""
     entries: dict[str, Any] = {}
     metadata = _metadata(source)
     if metadata is not None:
         entries["__metadata__"] = metadata
     position = 0
-    for each in tensors:
-        stored = each.stored if isinstance(each, _Grown) else each
-        size = math.prod(each.shape) * DTYPE_BYTES[stored.dtype]
-        entries[stored.name] = {"dtype": stored.dtype, "shape": list(each.shape), "data_offsets": [position, position + size]}
+    for tensor in tensors:
+        stored = tensor.stored if isinstance(tensor, _Grown) else tensor
+        size = math.prod(tensor.shape) * DTYPE_BYTES[stored.dtype]
+        entries[stored.name] = {"dtype": stored.dtype, "shape": list(tensor.shape), "data_offsets": [position, position + size]}
         position += size
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % _ALIGNMENT)
     with target.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
-        for each in tensors:
-            if isinstance(each, _Grown):
-                each.write(source, file)
+        for tensor in tensors:
+            if isinstance(tensor, _Grown):
+                tensor.write(source, file)
             else:
-                _copy(source, each, file)
+                _copy(source, tensor, file)
 
 
 def _metadata(source: BufferedReader) -> dict[str, Any] | None:
     source.seek(0)
     (length,) = struct.unpack("<Q", source.read(8))
-    found: dict[str, Any] | None = json.loads(source.read(length)).get("__metadata__")
-    return found
+    metadata: dict[str, Any] | None = json.loads(source.read(length)).get("__metadata__")
+    return metadata
 
 
 def _copy(source: BufferedReader, tensor: TensorHeader, target: BufferedWriter) -> None:
     source.seek(tensor.offset)
-    left = tensor.num_bytes
-    while left:
-        block = source.read(min(left, BLOCK_BYTES))
+    remaining = tensor.num_bytes
+    while remaining:
+        block = source.read(min(remaining, BLOCK_BYTES))
         if not block:
             raise _cut_short(tensor)
         target.write(block)
-        left -= len(block)
+        remaining -= len(block)
 
 
 def _blocks(source: BufferedReader, tensor: TensorHeader) -> Iterator[tuple[int, torch.Tensor]]:
-    """Consecutive rows, each time with the number of the first."""
+    """Yield consecutive rows, with the number of the first."""
     width = _row_bytes(tensor)
     at_once = max(1, BLOCK_BYTES // width)
     for first in range(0, tensor.shape[0], at_once):
@@ -257,8 +261,8 @@ def _cut_short(tensor: TensorHeader) -> BrokenCheckpointError:
 def _with_larger_totals(index: Mapping[str, Any], grown: Sequence[TensorHeader], num_rows: int) -> dict[str, Any]:
     metadata = index.get("metadata")
     more = {
-        "total_size": sum((num_rows - each.shape[0]) * _row_bytes(each) for each in grown),
-        "total_parameters": sum((num_rows - each.shape[0]) * math.prod(each.shape[1:]) for each in grown),
+        "total_size": sum((num_rows - tensor.shape[0]) * _row_bytes(tensor) for tensor in grown),
+        "total_parameters": sum((num_rows - tensor.shape[0]) * math.prod(tensor.shape[1:]) for tensor in grown),
     }
     known = metadata if isinstance(metadata, Mapping) else {}
     sums = {name: known[name] + count for name, count in more.items() if type(known.get(name)) is int}

@@ -1,4 +1,4 @@
-"""Why weights cannot be read, merged or written. Every error names the tensor, file or field, the reason, and what to do."""
+"""Errors of reading, merging or writing weights. Each names the tensor, file or field, the reason, and what to do."""
 
 from finetune_job.failures import FailureClass
 from finetune_trainer.errors import TrainerError

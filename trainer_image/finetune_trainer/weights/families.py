@@ -1,7 +1,7 @@
-"""How model types of transformers name their parameters in files, and which of them share memory.
+"""Names of parameters in the files of transformers' model types, and which parameters share memory.
 
-Importing transformers takes seconds and hundreds of megabytes, which a plain merge must not pay. So the common types are written
-down here (a test holds them against the library), and the library is imported only to ask it about any other.
+Importing transformers takes seconds and hundreds of megabytes, which a plain merge should not need. So the common types are
+listed here (a test compares them with the library), and the library is imported only for other types.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ VOCABULARY_FIELD = "vocab_size"
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """What StoredModel has to know of a model type."""
+    """Properties of a model type that StoredModel needs."""
 
     prefix: str = "model"
     """Name of the model inside the one with a head, which files saved without the head leave out. Empty: there is none."""
     ties: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
     """Parameter -> the one that it shares its memory with, if config.json has tie_word_embeddings."""
     ties_by_default: bool = False
-    """What a config.json without tie_word_embeddings means."""
+    """Whether the embeddings are tied if config.json has no tie_word_embeddings."""
     always_tied: bool = False
-    """Whether the library ties whatever config.json says."""
+    """Whether the library ties them whatever config.json says."""
     held_in_fp32: frozenset[str] = frozenset()
-    """Modules, by the last part of their names, whose parameters the library holds in fp32 when it loads a model in float16."""
+    """Modules, by the last part of their names, whose parameters the library keeps in fp32 when it loads a model in float16."""
     rules: tuple[NameRule, ...] = ()
-    """In the order in which they apply: every renaming, then at most one of the others."""
+    """Rules in the order in which they apply: every renaming, then at most one of the others."""
     has_transposed_experts: bool = False
     """Whether parameters of experts are (experts, in, out) rather than (experts, out, in)."""
     part: frozenset[str] | None = None
-    """Parameters of the part that is trained, if files hold a model of more than text."""
+    """Parameters of the part that is trained, if files hold more than a text model."""
     peft_fuses_experts: bool = False
-    """Whether PEFT 0.21 turns adapters on single experts, as older versions saved them, into adapters on the fused parameters."""
+    """Whether PEFT 0.21 turns adapters of single experts, as older versions saved them, into adapters of the fused parameters."""
 
     def is_tied(self, config: Mapping[str, Any]) -> bool:
         """Whether transformers ties the embeddings of a model with this config.json, as long as their values agree."""
@@ -52,7 +52,7 @@ LEGACY_NAME_RULES: tuple[NameRule, ...] = (
     Renaming((".weight_v",), ".parametrizations.weight.original1"),
     Renaming((r"^model\.language_model\.model", r"^language_model\.model\.model"), "model.language_model"),
 )
-"""Names of old checkpoints of any type; applied after a family's own."""
+"""Rules for names in old checkpoints of any type, applied after a family's own."""
 
 QWEN_EXPERTS: tuple[NameRule, ...] = (
     ExpertStack(("mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"), "mlp.experts.gate_up_proj"),
@@ -102,11 +102,11 @@ FAMILIES: Mapping[str, ModelFamily] = {
     ),
     "qwen2_moe": ModelFamily(rules=QWEN_EXPERTS),
 }  # fmt: skip
-"""By model_type. What is not here, the library is asked about (library_family)."""
+"""Families by model_type. The library is asked about types that are not listed (library_family)."""
 
 
 def tie_settings(config: Mapping[str, Any], *, is_tied: bool) -> dict[str, Any]:
-    """What says in config.json whether the embeddings are tied."""
+    """Settings of config.json that say whether the embeddings are tied."""
     changes: dict[str, Any] = {TIE_FIELD: is_tied}
     text = config.get("text_config")
     if isinstance(text, Mapping) and TIE_FIELD in text:
@@ -115,7 +115,7 @@ def tie_settings(config: Mapping[str, Any], *, is_tied: bool) -> dict[str, Any]:
 
 
 def vocabulary_settings(config: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
-    """What says in config.json how many rows the embeddings have, as transformers' resize_token_embeddings sets it."""
+    """Settings of config.json for the number of rows of the embeddings, as transformers' resize_token_embeddings sets them."""
     text = config.get("text_config")
     changes: dict[str, Any] = {"text_config": {**text, VOCABULARY_FIELD: num_rows}} if isinstance(text, Mapping) else {}
     return changes | ({} if changes and VOCABULARY_FIELD not in config else {VOCABULARY_FIELD: num_rows})
@@ -126,13 +126,13 @@ def family_of(config: Mapping[str, Any], stored: Mapping[str, Any]) -> ModelFami
     model_type = config.get("model_type")
     if model_type in FAMILIES:
         return FAMILIES[str(model_type)]
-    found = library_family(config) if model_type else None
-    # If nobody knows the type, a file without an output embedding says that it is tied.
-    return found or ModelFamily(ties_by_default="lm_head.weight" not in stored)
+    family = library_family(config) if model_type else None
+    # If the library does not know the type, a file without an output embedding means that it is tied.
+    return family or ModelFamily(ties_by_default="lm_head.weight" not in stored)
 
 
 def library_family(config: Mapping[str, Any]) -> ModelFamily | None:
-    """What the library says; None where it does not have this model type, and the model brings its own code."""
+    """The family according to the library; None if it does not know the model type, and the model brings its own code."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -141,20 +141,20 @@ def library_family(config: Mapping[str, Any]) -> ModelFamily | None:
         return None
     plain = _with_floats({name: value for name, value in config.items() if name != "quantization_config"})
     model_config = CONFIG_MAPPING[model_type].from_dict(plain)
-    # Of a model of more than text its text part is trained, which may be a class of its own, with names of its own.
+    # In a multimodal model the text part is trained, which may be a class of its own, with names of its own.
     is_part = model_config.get_text_config() is not model_config and type(model_config) in AutoModelForCausalLM._model_mapping  # noqa: SLF001
     model = _structure(plain, is_part=is_part)
-    found = _ties(model)
-    # A configuration without ties separates all that the model shares: in Zamba 2 whole layers, which nobody asked to be
+    ties = _ties(model)
+    # Without ties, a configuration separates everything that the model shares: in Zamba 2 whole layers, which should not be
     # written twice.
-    can_part = len(found) == 1 and not _ties(_structure(plain | tie_settings(plain, is_tied=False), is_part=is_part))
+    can_part = len(ties) == 1 and not _ties(_structure(plain | tie_settings(plain, is_tied=False), is_part=is_part))
     inner = getattr(model, model.base_model_prefix, None)
     return ModelFamily(
         prefix=model.base_model_prefix if inner is not None and inner is not model else "",
-        # If nothing is tied, and a configuration could ask for it: which embeddings they would be.
-        ties=found or (_embeddings(model) if not config.get(TIE_FIELD) else {}),
-        ties_by_default=bool(found),
-        always_tied=bool(found) and (not can_part or config.get(TIE_FIELD) is False),
+        # If nothing is tied, but a configuration could ask for it: the embeddings that it would tie.
+        ties=ties or (_embeddings(model) if not config.get(TIE_FIELD) else {}),
+        ties_by_default=bool(ties),
+        always_tied=bool(ties) and (not can_part or config.get(TIE_FIELD) is False),
         rules=(
             *(_rule(transform) for transform in get_model_conversion_mapping(model, add_legacy=False)),
             *([Renaming((rf"^{model.base_model_prefix}\.",), "")] if is_part and inner is None else []),
@@ -182,28 +182,28 @@ def _structure(config: Mapping[str, Any], *, is_part: bool) -> Any:
 
 
 def _ties(model: Any) -> dict[str, str]:
-    """Parameter -> the one that it shares its memory with."""
+    """Tied parameters -> the one that each shares its memory with."""
     return dict(model.get_expanded_tied_weights_keys(all_submodels=True))
 
 
 def _embeddings(model: Any) -> dict[str, str]:
-    """The same of output and input embeddings that could be tied, as long as the model has both."""
+    """Output embedding -> input embedding, which could be tied, if the model has both."""
     names = {id(module): name for name, module in model.named_modules()}
     parts = [names.get(id(module)) for module in (model.get_output_embeddings(), model.get_input_embeddings())]
     return {f"{parts[0]}.weight": f"{parts[1]}.weight"} if None not in parts else {}
 
 
 def _with_floats(value: Any) -> Any:
-    """JSON has no infinity: transformers 5 writes {"__float__": "Infinity"} instead."""
+    """Decode numbers that JSON lacks: transformers 5 writes infinity as {"__float__": "Infinity"}."""
     if isinstance(value, Mapping):
         if len(value) == 1 and value.get("__float__") in ("Infinity", "-Infinity", "NaN"):
             return float(value["__float__"])
-        return {name: _with_floats(each) for name, each in value.items()}
-    return [_with_floats(each) for each in value] if isinstance(value, list) else value
+        return {name: _with_floats(item) for name, item in value.items()}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
 
 
 def _rule(transform: Any) -> NameRule:
-    """A WeightTransform of the library as plain data; see transformers.core_model_loading for what its fields mean."""
+    """A WeightTransform of the library as plain data; transformers.core_model_loading defines its fields."""
     from transformers.core_model_loading import Concatenate, MergeModulelist, PrefixChange, WeightConverter, WeightRenaming
 
     sources, targets = tuple(transform.source_patterns), tuple(transform.target_patterns)
@@ -225,7 +225,7 @@ def _rule(transform: Any) -> NameRule:
 
 
 def _peft_fuses_experts(model_type: str) -> bool:
-    """Whether PEFT adapts old adapters of this type when it loads them; it does so by these tables of its own."""
+    """Whether PEFT converts old adapters of this type when it loads them, according to its own tables."""
     from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN, _MOE_FUSED_TARGETS
 
     return _MODEL_TO_CONVERSION_PATTERN.get(model_type) in _MOE_FUSED_TARGETS

@@ -1,7 +1,7 @@
 """Safetensors headers of a base model or an adapter: names, dtypes, shapes and byte positions. Never weights, never pickle.
 
-Invariant: every position handed out is inside its file, and a tensor's byte count equals its shape times its dtype, so that later
-reads need no further checks. What the tensors mean: stored.py.
+Invariant: every returned position is inside its file, and a tensor's byte count equals its shape times its dtype, so that later
+reads need no further checks. stored.py knows what the tensors mean.
 Format: 8 bytes little-endian header length, a JSON header, then the data (https://huggingface.co/docs/safetensors).
 """
 
@@ -24,21 +24,21 @@ DTYPE_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 """Bytes per element of the dtypes that safetensors writes for torch. Sub-byte and scale-only types are refused."""
 OUTPUT_DTYPES: Mapping[str, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""Of a merged model, torch's name -> the one in headers."""
+"""Element types of a merged model: torch's name -> the name in headers."""
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library refuses larger headers; a larger number here means that the file is something else."""
 
 MAX_JSON_BYTES = 256 << 20
-"""Of a configuration or an index: what is cut there is not JSON any more."""
+"""Bound of a configuration or an index. A truncated one is no valid JSON."""
 
 MAX_DIMENSIONS = 64
-"""Of a tensor; the most that torch knows."""
+"""Bound of a tensor's dimensions, which is torch's own."""
 MAX_FILE_BYTES = 2**63 - 1
 
 _SHARD_NUMBER = re.compile(r"(?P<name>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})\.safetensors")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-"""Of a layer or an expert, in the name of a tensor."""
+"""Number of a layer or an expert in the name of a tensor."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -49,7 +49,7 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Where one tensor is. `offset` counts bytes from the start of `file`, header included."""
+    """Location of one tensor. `offset` counts bytes from the start of `file`, header included."""
 
     name: str
     dtype: str
@@ -128,23 +128,23 @@ def read_header(path: Path) -> list[TensorHeader]:
 
 
 def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of two entries with one name readers take different ones."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    """Build an object and refuse names that occur twice, of which readers take different ones."""
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{twice!r} is there twice")
-    return found
+    return entries
 
 
 def _constant(name: str) -> float:
-    """Infinity is a limit that some architectures have (Mamba's time steps); NaN is none that anybody wrote on purpose."""
+    """Decode a constant. Infinity is a limit in some architectures (Mamba's time steps); NaN is never intended."""
     if name == "NaN":
         raise ValueError("NaN is not a value of a setting")
     return float(name)
 
 
 def _tagged(value: dict[str, Any]) -> dict[str, Any]:
-    """The form in which transformers writes what JSON does not know."""
+    """Refuse NaN in the form in which transformers writes values that JSON lacks."""
     if value.get("__float__") == "NaN":
         raise ValueError("NaN is not a value of a setting")
     return value
@@ -199,12 +199,12 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def _require_all_shards(directory: Path, files: Collection[str]) -> None:
-    """An index that does not name one of the files leaves its tensors out of the model. Raises BrokenCheckpointError."""
+    """Raise BrokenCheckpointError if the index does not name all shards, whose tensors would be missing in the model."""
     numbers: dict[tuple[str, int], set[int]] = {}
     for match in filter(None, map(_SHARD_NUMBER.fullmatch, files)):
         numbers.setdefault((match["name"], int(match["count"])), set()).add(int(match["number"]))
     for (_, count), present in numbers.items():
-        # Some count from 0.
+        # Some models count from 0.
         if len(present) < count:
             absent = next(number for number in range(1, count + 1) if number not in present)
             raise BrokenCheckpointError(
@@ -214,20 +214,21 @@ def _require_all_shards(directory: Path, files: Collection[str]) -> None:
 
 
 def unnamed_files(checkpoint: Checkpoint) -> list[str]:
-    """Further safetensors files next to a model, which are no part of it. Not those that hold it a second time."""
+    """Safetensors files beside a model that are no part of it, without a second copy of the model in another layout."""
     others = (path.name for path in checkpoint.directory.glob("*.safetensors") if not path.name.startswith(OTHER_LAYOUT))
     return sorted(name for name in others if name not in checkpoint.file_bytes and name != ADAPTER_FILE)
 
 
 def require_all_named(checkpoint: Checkpoint, others: Iterable[str]) -> None:
-    """An index can leave out a file with tensors of the model: such as further layers, whose names are those of others but for
-    their numbers. Raises BrokenCheckpointError. others: files next to the model.
+    """Raise BrokenCheckpointError if the index leaves out a file with tensors of the model.
+
+    Such tensors are further layers, whose names differ from known ones only in their numbers. others: files beside the model.
     """
     kinds = {_NUMBER.sub("N", name) for name in checkpoint.tensors}
     for other in others:
         try:
             header = read_header(checkpoint.directory / other)
-        except (MergeError, OSError):  # those of the model were read
+        except (MergeError, OSError):  # the model's own files were read without error
             continue
         for tensor in header:
             if tensor.name not in checkpoint.tensors and _NUMBER.sub("N", tensor.name) in kinds:
@@ -257,7 +258,7 @@ def read_adapter(directory: Path) -> Checkpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from `path`. Raises MergeError naming the file."""
+    """Read a JSON object from `path`. Raises MergeError naming the file."""
     try:
         with open_regular(path) as file:
             value = json.loads(file.read(MAX_JSON_BYTES + 1).decode(), parse_constant=_constant, object_hook=_tagged)

@@ -1,4 +1,4 @@
-"""Rules by which transformers turns names in files into names in the model, applied as its loader applies them.
+"""Rules with which transformers turns names in files into names in the model, applied as its loader applies them.
 
 The loader is transformers.core_model_loading (5.23): all renamings in order, then at most one rule that computes something.
 """
@@ -17,12 +17,12 @@ class Renaming:
     sources: tuple[str, ...]
     target: str
     scopes: tuple[str, ...] = ()
-    """Beginnings of names to which it applies, the longest first; none: to all names."""
+    """Prefixes of names to which it applies, the longest first. Empty: it applies to all names."""
 
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """Matrices of single experts become one parameter (experts, rows, columns), those of several sources below each other.
+    """Matrices of single experts become one parameter (experts, rows, columns); those of several sources are stacked by rows.
 
     sources: regular expressions in which `*.` is the place of the expert's number.
     """
@@ -41,7 +41,7 @@ class Unreadable:
     operation: str
     scopes: tuple[str, ...] = ()
     joins_rows: bool = False
-    """Whether the one target is the sources below each other, in their order: it can be read, and not be merged into."""
+    """Whether the one target is the sources stacked by rows, in order. Such a parameter can be read, but not merged into."""
 
 
 NameRule = Renaming | ExpertStack | Unreadable
@@ -49,7 +49,7 @@ NameRule = Renaming | ExpertStack | Unreadable
 
 @dataclass(frozen=True)
 class RuleMatch:
-    """Where a rule matched a name."""
+    """A match of a rule in a name."""
 
     before: str
     after: str
@@ -63,7 +63,7 @@ class RuleMatch:
 
 @lru_cache(maxsize=1024)
 def _pattern(sources: tuple[str, ...], counts_experts: bool) -> re.Pattern[str]:
-    """One alternative for each source, the longest first; a source that ends in a letter or digit ends at a name's boundary."""
+    """One alternative for each source, the longest first. A source that ends in a letter or digit ends at a name's boundary."""
     branches = []
     for number, source in sorted(enumerate(sources), key=lambda item: -len(item[1])):
         body = source.replace("*.", rf"(?P<expert{number}>\d+)\." if counts_experts else r".*\.")
@@ -73,21 +73,21 @@ def _pattern(sources: tuple[str, ...], counts_experts: bool) -> re.Pattern[str]:
 
 
 def match_rule(rule: NameRule, name: str) -> RuleMatch | None:
-    """Where the rule applies to a name; None: it does not."""
+    """The match of the rule in a name, or None."""
     scope = next((scope for scope in rule.scopes if name.startswith(scope)), None)
     if rule.scopes and scope is None:
         return None
     rest = name[len(scope or "") :]
     pattern = _pattern(rule.sources, isinstance(rule, ExpertStack))
-    found = pattern.search(rest)
-    if found is None:
+    match = pattern.search(rest)
+    if match is None:
         return None
-    groups = found.groupdict()
+    groups = match.groupdict()
     source = next(number for number in range(len(rule.sources)) if groups[f"source{number}"] is not None)
     expert = int(groups[f"expert{source}"]) if isinstance(rule, ExpertStack) else 0
-    # The group inside the alternative that matched, which a target calls \1.
+    # The group inside the matching alternative, which a target calls \1.
     inner = pattern.groupindex[f"source{source}"] + 1
-    group = (found.group(inner) or "") if inner <= pattern.groups else ""
+    group = (match.group(inner) or "") if inner <= pattern.groups else ""
     # The library replaces the first occurrence of the matched text, which a look-behind may place before the match.
-    before, _, after = rest.partition(found.group(0))
+    before, _, after = rest.partition(match.group(0))
     return RuleMatch((scope or "") + before, after, source, expert, group)

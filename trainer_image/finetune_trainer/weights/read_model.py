@@ -1,4 +1,4 @@
-"""A checkpoint on disk -> StoredModel. Reads weights only where two stored copies of one tied parameter have to be compared."""
+"""A checkpoint on disk -> StoredModel. Weights are read only to compare two stored copies of one tied parameter."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ BLOCK_BYTES = 8 << 20
 
 
 def read_stored_model(base: Checkpoint, config: Mapping[str, Any]) -> StoredModel:
-    """config: the parsed config.json. Raises BrokenCheckpointError if the files are incomplete.
+    """Read the names of a model's parameters. config: the parsed config.json. Raises BrokenCheckpointError if files are
+    incomplete.
 
-    Like transformers, does not tie stored copies that differ, whatever config.json says (T5 1.1 says one thing and means
-    another).
+    Like transformers, this does not tie stored copies that differ, whatever config.json says (that of T5 1.1 is wrong).
     """
     model = StoredModel(base.tensors, config, family_of(config, base.tensors))
     differing = differing_ties(model)
@@ -37,16 +37,16 @@ def differing_ties(model: StoredModel) -> set[str]:
 def have_same_values(first: TensorHeader, second: TensorHeader) -> bool:
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    with first.file.open("rb") as one, second.file.open("rb") as other:
-        one.seek(first.offset)
-        other.seek(second.offset)
-        left = first.num_bytes
-        while left:
-            size = min(BLOCK_BYTES, left)
-            block = one.read(size)
+    with first.file.open("rb") as first_file, second.file.open("rb") as second_file:
+        first_file.seek(first.offset)
+        second_file.seek(second.offset)
+        remaining = first.num_bytes
+        while remaining:
+            size = min(BLOCK_BYTES, remaining)
+            block = first_file.read(size)
             if len(block) != size:
                 raise BrokenCheckpointError(f"{first.file}: ended inside tensor {first.name} while it was read. Fetch it again.")
-            if block != other.read(size):
+            if block != second_file.read(size):
                 return False
-            left -= size
+            remaining -= size
     return True

@@ -1,4 +1,4 @@
-"""Dtypes and the casts between them, as PEFT makes them: into the dtype that it holds a weight in, then into the output's."""
+"""Dtypes and the casts between them as in PEFT: first into the dtype in which it holds a weight, then into the output's."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import torch
 TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
-"""Names in safetensors headers of the dtypes that arithmetic is done in."""
+"""Dtypes for arithmetic, by their names in safetensors headers."""
 READ_DTYPES = TORCH_DTYPES | {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-"""Those and what else adapters hold: indices, masks."""
+"""Dtypes of TORCH_DTYPES, and those of other values in adapters: indices, masks."""
 FINITE_VALUES = 4 << 20
-"""Looked at in one go for NaN and infinity, which takes their size in fp32."""
+"""Number of values that are checked for NaN and infinity at a time, which takes as much memory in fp32."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As plans and manifests have it, such as bfloat16."""
+    """Name as in plans and manifests, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def round_into(values: torch.Tensor, compute: torch.dtype, out: torch.Tensor) -> None:
-    """Writes `values` to `out`, through `compute`, the dtype that PEFT would hold them in."""
+    """Write `values` to `out`, through `compute`, the dtype in which PEFT would hold them."""
     if compute not in (out.dtype, values.dtype):
         values = values.to(compute)
     out.copy_(values)
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    """False when a value is NaN or infinite. One pass in most cases: a NaN or infinity survives any sum."""
+    """Whether no value is NaN or infinite. One pass is usually enough: a NaN or infinity survives any sum."""
     if values.numel() > FINITE_VALUES and len(values) > 1:
         num_rows = max(1, FINITE_VALUES * len(values) // values.numel())
         return all(all_finite(rows) for rows in torch.split(values, num_rows))

@@ -1,4 +1,4 @@
-"""System calls on files, whole and with the file's name in every error. Used by what reads inputs and writes outputs."""
+"""Complete reads and writes of files, with the file's name in every error. Used for reading inputs and writing outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from finetune_trainer.weights.errors import NoSpaceError, StorageError
 
 @contextmanager
 def translate_os_errors(path: Path, what: str) -> Iterator[None]:
-    """Turns an OSError into a StorageError that says which file could not be `what`: read, written, made durable."""
+    """Turn an OSError into a StorageError that says which file could not be `what`: read, written, made durable."""
     try:
         yield
     except OSError as error:
@@ -32,7 +32,7 @@ def translate_os_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def read_some(descriptor: int, target: memoryview, position: int) -> int:
-    """Fills `target` from `position` on; fewer bytes than it has only at the end of the file."""
+    """Fill `target` from `position` on; returns the number of bytes, which is smaller only at the end of the file."""
     done = 0
     while done < len(target):
         count = os.preadv(descriptor, [target[done:]], position + done)
@@ -43,13 +43,13 @@ def read_some(descriptor: int, target: memoryview, position: int) -> int:
 
 
 def write_all(descriptor: int, data: memoryview, position: int) -> None:
-    """Writes all of `data` at `position`."""
+    """Write all of `data` at `position`."""
     written = 0
     while written < len(data):
         written += os.pwrite(descriptor, data[written:], position + written)
 
 
 def sync(path: Path) -> None:
-    """Makes a file's bytes, or a directory's names, durable."""
+    """Make a file's bytes, or a directory's names, durable."""
     with translate_os_errors(path, "made durable"):
         sync_file(path)

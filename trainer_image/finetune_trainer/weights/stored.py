@@ -18,27 +18,29 @@ from finetune_trainer.weights.headers import TensorHeader
 from finetune_trainer.weights.name_rules import ExpertStack, Renaming, Unreadable, match_rule
 
 EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""How config.json calls the number of experts of a layer, depending on the model type."""
+"""Names of the number of experts of a layer in config.json, depending on the model type."""
 LAYER_COUNT_FIELDS = ("num_hidden_layers", "n_layer")
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """Which part of PEFT's factors, which hold all experts of a parameter, belongs to one stored matrix."""
+    """The part of PEFT's factors that belongs to one stored matrix; the factors hold all experts of a parameter."""
 
     expert: int
     num_experts: int
     first_row: int
     """Row of the expert's whole matrix, as the model holds it, at which the stored one begins: up after gate, for instance."""
     zeros_before: int = 0
-    """Ranks of zeros that PEFT puts before the factors' own, fusing an adapter of one projection with those of its neighbours."""
+    """Ranks of zeros that PEFT puts before the factors' own when it fuses an adapter of one projection with those of its
+    neighbours.
+    """
     zeros_after: int = 0
 
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A stored tensor and the place that its values take in a parameter of the model."""
+    """A stored tensor and the place of its values in a parameter of the model."""
 
     header: TensorHeader
     expert: int | None = None
@@ -46,13 +48,13 @@ class StoredPart:
     first_row: int = 0
     """Row of that expert's matrix, or of the parameter, at which it begins."""
     is_whole: bool = True
-    """Whether it holds all rows of the parameter, where no expert is named."""
+    """Whether it holds all rows of the parameter, if no expert is named."""
 
     @property
     def place(self) -> tuple[int | slice, ...]:
         """Index into the parameter's tensor: `tensor[part.place] = stored`."""
         if self.expert is None and self.is_whole:
-            return ()  # of a scalar, too
+            return ()  # works for a scalar, too
         rows = slice(self.first_row, self.first_row + self.header.shape[0])
         return (rows,) if self.expert is None else (self.expert, rows)
 
@@ -67,13 +69,13 @@ class StoredParameter:
 
     @property
     def dtype(self) -> str:
-        """Name of the element type in safetensors headers; all parts have one."""
+        """Name of the element type in safetensors headers, which all parts share."""
         return self.parts[0].header.dtype
 
     def expert_parts(self, part: StoredPart) -> tuple[ExpertPart, ...]:
-        """For each matrix of a stored part, in order: which part of an adapter on the whole parameter belongs to it.
+        """For each matrix of a stored part, in order, this is the part of an adapter of the whole parameter that belongs to it.
 
-        A parameter of two dimensions counts as one expert, as PEFT has it.
+        A parameter of two dimensions counts as one expert, as in PEFT.
         """
         if len(self.shape) == 2:
             return (ExpertPart(0, 1, 0),)
@@ -88,9 +90,9 @@ class Tie:
     """Parameters of the model that share memory."""
 
     paths: tuple[str, ...]
-    """The one that the library ties the others to comes first."""
+    """Paths of the parameters. The one that the library ties the others to comes first."""
     stored: tuple[str, ...]
-    """Which of them the files hold, as paths. More than one: they are equal there, or else they are not a Tie."""
+    """Paths that the files hold. If there are several, they have equal values; otherwise they are no Tie."""
 
     @property
     def source(self) -> str:
@@ -105,12 +107,12 @@ class ExpertProjection:
     parameter: StoredParameter
     expert: int
     index: int
-    """Among the projections, from the first row on."""
+    """Number among the projections, from the first row on."""
     count: int
 
     @property
     def part(self) -> StoredPart | None:
-        """The stored tensor, if it is stored by itself; None: it is stored within a stack."""
+        """The stored tensor if it is stored by itself, or None if it is stored within a stack."""
         parts = self.parameter.parts
         is_stored = len(parts) == self.parameter.shape[0] * self.count and self.expert < self.parameter.shape[0]
         return parts[self.expert * self.count + self.index] if is_stored else None
@@ -132,25 +134,25 @@ class StoredModel:
         self._prefix = f"{family.prefix}." if family.prefix else ""
         self._unreadable: dict[str, Unreadable] = {}
         self._joined: dict[str, dict[int, TensorHeader]] = {}
-        """Of the unreadable ones, those that are stored tensors below each other, by the number of the source."""
+        """Unreadable parameters that are stacked stored tensors, by the number of the source."""
         text_config = config.get("text_config") or {}
         counts = [source.get(key) for source in (config, text_config) for key in LAYER_COUNT_FIELDS]
         self._num_layers: int | None = next((count for count in counts if isinstance(count, int)), None)
         self._adds_prefix = bool(self._prefix) and not any(self._renamed(name).startswith(self._prefix) for name in headers)
         self._heads = frozenset(family.ties)
         self.parameters: Mapping[str, StoredParameter] = self._gather(headers, config)
-        """By the model's own path, in the order of the files."""
-        self._owners = {part.header.name: (found, part) for found in self.parameters.values() for part in found.parts}
+        """Parameters by the model's own path, in the order of the files."""
+        self._owners = {part.header.name: (parameter, part) for parameter in self.parameters.values() for part in parameter.parts}
         self.ties: tuple[Tie, ...] = self._find_ties(family, differing) if family.is_tied(config) else ()
         self.num_rows: int | None = None
-        """Of the embeddings, where these are larger than in the files; see `with_vocabulary`."""
+        """Number of rows of the embeddings if they are larger than in the files; see `with_vocabulary`."""
         self._added: Mapping[str, StoredPart] = {}
 
     def parameter(self, path: str) -> StoredParameter | None:
-        """The parameter that PEFT would call so, which may be stored under the name of one tied to it; None: the files lack it.
+        """The parameter with this PEFT name, possibly stored under the name of a tied one; None if the files lack it.
 
-        path: without PEFT's `base_model.model.`; names of older library versions are understood. Raises UnsupportedBaseError
-        where transformers computes the parameter from what is stored.
+        path: without PEFT's `base_model.model.`; names of older library versions are understood. Raises UnsupportedBaseError if
+        transformers computes the parameter from what is stored.
         """
         for candidate in self._spellings(path):
             if candidate in self._unreadable:
@@ -168,15 +170,17 @@ class StoredModel:
         return None
 
     def readable(self, path: str) -> StoredParameter | None:
-        """The same for reading values alone: they may be joined from several tensors, and a model with code of its own may have
-        single experts where transformers' has a stack. Raises UnsupportedBaseError.
+        """The parameter for reading values alone.
+
+        It may be joined from several tensors, and a model with its own code may have single experts where transformers has a
+        stack. Raises UnsupportedBaseError.
         """
         joined = next((candidate for candidate in self._spellings(path) if candidate in self._joined), None)
         if joined is None or len(self._joined[joined]) != len(self._unreadable[joined].sources):
-            found, header = self.parameter(path), self._headers.get(path)
-            if found is not None and (added := self._added.get(found.path)) is not None:
-                return replace(found, parts=(replace(found.parts[0], is_whole=False), added))
-            return found if found is not None or header is None else StoredParameter(path, header.shape, (StoredPart(header),))
+            stored, header = self.parameter(path), self._headers.get(path)
+            if stored is not None and (added := self._added.get(stored.path)) is not None:
+                return replace(stored, parts=(replace(stored.parts[0], is_whole=False), added))
+            return stored if stored is not None or header is None else StoredParameter(path, header.shape, (StoredPart(header),))
         parts: list[StoredPart] = []
         num_rows = 0
         for _, header in sorted(self._joined[joined].items()):
@@ -186,20 +190,20 @@ class StoredModel:
 
     @property
     def embeddings(self) -> frozenset[str]:
-        """Paths of all that has a row for each token: input and output embeddings, and the latter's biases."""
+        """Paths of parameters with a row for each token: input and output embeddings, and the latter's biases."""
         biases = (f"{path.removesuffix('.weight')}.bias" for path in self.family.ties)
         return frozenset((*self.family.ties, *self.family.ties.values(), *biases))
 
     def vocabulary(self) -> Mapping[str, StoredParameter]:
-        """Which of these the files hold, by path; as many rows as the input embeddings have."""
-        found = {path: self.parameters[path] for path in sorted(self.embeddings) if path in self.parameters}
-        sizes = [found[path].shape[0] for path in (*self.family.ties.values(), *self.family.ties) if path in found]
-        return {path: parameter for path, parameter in found.items() if parameter.shape[:1] == tuple(sizes[:1])}
+        """Embeddings that the files hold, by path, if they have as many rows as the input embeddings."""
+        stored = {path: self.parameters[path] for path in sorted(self.embeddings) if path in self.parameters}
+        sizes = [stored[path].shape[0] for path in (*self.family.ties.values(), *self.family.ties) if path in stored]
+        return {path: parameter for path, parameter in stored.items() if parameter.shape[:1] == tuple(sizes[:1])}
 
     def with_vocabulary(self, num_rows: int, saved: Mapping[str, TensorHeader]) -> StoredModel:
-        """The same with embeddings of `num_rows` rows, more than the files hold, as after transformers' resize_token_embeddings.
+        """The model with embeddings of `num_rows` rows, more than the files hold, as after transformers' resize_token_embeddings.
 
-        saved: tensors of all rows, by path. `readable` takes from them the rows that the files lack, where one is given.
+        saved: tensors of all rows, by path. `readable` takes from them the rows that the files lack.
         """
         grown = copy.copy(self)
         old = self.vocabulary()
@@ -215,38 +219,40 @@ class StoredModel:
         return grown
 
     def require_readable(self) -> None:
-        """Every parameter that the trained model loads can be read. Raises UnsupportedBaseError naming one that cannot."""
+        """Check that every parameter of the trained model can be read. Raises UnsupportedBaseError naming one that cannot."""
         for path in self._unreadable:
             if not self.is_extra(path):
                 self.readable(path)
 
     def path(self, path: str) -> str:
-        """The model's own spelling of a parameter's path, which is the key of `parameters` and `ties`; itself where unknown."""
+        """The model's own spelling of a parameter's path, which is the key of `parameters` and `ties`; itself if unknown."""
         return next((name for name in self._spellings(path) if name in self.parameters or self.tie(name)), path)
 
     def module(self, path: str) -> str:
-        """The model's own spelling of a module's path, as far as the rules say."""
+        """The model's own spelling of a module's path, as far as the rules apply."""
         return self._model_path(self._renamed(f"{path}.weight")).removesuffix(".weight")
 
     def is_extra(self, path: str) -> bool:
-        """Whether the files hold a parameter that the trained model does not load: of images, or for multi-token prediction."""
+        """Whether the files hold a parameter that the trained model does not load: for images, or for multi-token prediction."""
         if self.family.part is not None:
             return path not in self.family.part
         number = _LAYER_NUMBER.search(path)
         return self._num_layers is not None and number is not None and int(number[1]) >= self._num_layers
 
     def owner(self, stored: str) -> tuple[StoredParameter, StoredPart] | None:
-        """The parameter and the part of it that a stored tensor holds; None: transformers computes several things from it."""
+        """The parameter to which a stored tensor belongs, and its part; None if transformers computes several parameters
+        from it.
+        """
         return self._owners.get(stored)
 
     def projection(self, path: str) -> ExpertProjection | None:
-        """What `path` of a single expert, as `...experts.3.w1.weight`, is in this model; None: it is not such a path."""
+        """The projection of a single expert at `path`, such as `...experts.3.w1.weight`; None for other paths."""
         renamed = self._renamed(path)
         for rule in self._rules:
-            found = match_rule(rule, renamed) if isinstance(rule, ExpertStack) else None
-            parameter = self.parameter(found.with_target(rule.target)) if found and isinstance(rule, ExpertStack) else None
-            if found and parameter:
-                return ExpertProjection(parameter, found.expert, found.source, len(rule.sources))
+            match = match_rule(rule, renamed) if isinstance(rule, ExpertStack) else None
+            parameter = self.parameter(match.with_target(rule.target)) if match and isinstance(rule, ExpertStack) else None
+            if match and parameter:
+                return ExpertProjection(parameter, match.expert, match.source, len(rule.sources))
         return None
 
     def tie(self, path: str) -> Tie | None:
@@ -261,8 +267,8 @@ class StoredModel:
     def _renamed(self, name: str) -> str:
         for rule in self._rules:
             if isinstance(rule, Renaming):
-                found = match_rule(rule, name)
-                name = found.with_target(rule.target) if found else name
+                match = match_rule(rule, name)
+                name = match.with_target(rule.target) if match else name
         return name
 
     def _model_path(self, renamed: str) -> str:
@@ -275,20 +281,20 @@ class StoredModel:
         for name, header in headers.items():
             renamed = self._renamed(name)
             applying = ((rule, match_rule(rule, renamed)) for rule in self._rules if not isinstance(rule, Renaming))
-            rule, found = next(((rule, found) for rule, found in applying if found), (None, None))
-            if found is None:
+            rule, match = next(((rule, match) for rule, match in applying if match), (None, None))
+            if match is None:
                 path = self._model_path(renamed)
-                path = name if path in single else path  # the library keeps a name that was already taken as it is
+                path = name if path in single else path  # the library keeps a name that is already taken as it is
                 single[path] = StoredParameter(path, header.shape, (StoredPart(header),))
             elif isinstance(rule, ExpertStack):
-                path = self._model_path(found.with_target(rule.target))
-                stacks.setdefault(path, (rule, {}))[1][found.expert, found.source] = header
+                path = self._model_path(match.with_target(rule.target))
+                stacks.setdefault(path, (rule, {}))[1][match.expert, match.source] = header
             elif isinstance(rule, Unreadable):
                 for target in rule.targets:
-                    path = self._model_path(found.with_target(target))
+                    path = self._model_path(match.with_target(target))
                     self._unreadable[path] = rule
                     if rule.joins_rows:
-                        self._joined.setdefault(path, {})[found.source] = header
+                        self._joined.setdefault(path, {})[match.source] = header
                 continue
             order[path] = None
         counts = {value for key in EXPERT_COUNT_FIELDS if isinstance(value := config.get(key), int)}

@@ -1,6 +1,6 @@
-"""Change -> Step: reads the adapter's tensors and hands them to what carries out this kind of change.
+"""Change -> Step: reads the adapter's tensors and gives them to the step for this kind of change.
 
-The kinds with arithmetic of their own have a module each; adding a tensor (the bias on lora_B) and replacing rows are here.
+Kinds with arithmetic of their own have a module each; adding a tensor (the bias on lora_B) and replacing rows are here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def load_step(change: Change, num_rows: int, num_columns: int, compute: torch.dt
         case TokenRows():
             return TokenRowsStep(change.indices, read(change.tensor), compute)
         case ModuleMerge():
-            # Imports transformers and PEFT, which take more memory than the merge itself: only if they are needed.
+            # Imports transformers and PEFT, which take more memory than the merge itself, so only if they are needed.
             bring_meta_kernels()
             from finetune_trainer.merge.steps.peft_layer import ModuleStep
 
@@ -48,20 +48,20 @@ def _factors(change: LowRank, num_rows: int, num_columns: int, read: ReadTensor)
         a, b = part_of_factors(a, b, change.part, change.orientation, (num_rows, num_columns))
     magnitude = read(change.magnitude).float() if change.magnitude else None
     rounds_product = change.orientation is Orientation.EMBEDDING or change.part is not None
-    # After the part was taken: widening the factors of all experts again for each would take longer than the merge.
+    # The part is taken first: widening the factors of all experts again for each would take longer than the merge.
     return Factors(a.float(), b.float(), magnitude, change.scaling, change.orientation, rounds_product)
 
 
 @dataclass(frozen=True)
 class AdditionStep:
-    """tensor: (rows, columns) of the matrix, fp32."""
+    """Adds a tensor. tensor: (rows, columns) of the matrix, fp32."""
 
     tensor: torch.Tensor
     scaling: float
     compute: torch.dtype
 
     def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:
-        """Any rows can be computed alone; the blocks are those of matrix products, so that they fit a low-rank step's."""
+        """Blocks of matrix products, which fit a low-rank step's, although any rows could be computed alone."""
         return row_blocks(num_rows, num_columns)
 
     def apply(self, values: torch.Tensor, rows: tuple[int, int], out: torch.Tensor, scratch: Scratch) -> bool:  # noqa: ARG002 - the protocol's
@@ -72,20 +72,20 @@ class AdditionStep:
 
 @dataclass(frozen=True)
 class TokenRowsStep:
-    """tokens: (number of indices, columns), in the adapter file's dtype."""
+    """Replaces rows. tokens: (number of indices, columns), in the adapter file's dtype."""
 
     indices: tuple[int, ...]
     tokens: torch.Tensor
     compute: torch.dtype
 
     def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:
-        """Any rows can be computed alone; the blocks are those of matrix products, so that they fit a low-rank step's."""
+        """Blocks of matrix products, which fit a low-rank step's, although any rows could be computed alone."""
         return row_blocks(num_rows, num_columns)
 
     def apply(self, values: torch.Tensor, rows: tuple[int, int], out: torch.Tensor, scratch: Scratch) -> bool:  # noqa: ARG002 - the protocol's
         first, last = rows
         round_into(values, self.compute, out)
         inside = [number for number, index in enumerate(self.indices) if first <= index < last]
-        for number in inside:  # in order: where an index comes twice, the last row wins
+        for number in inside:  # in order, so that the last row wins if an index occurs twice
             round_into(self.tokens[number], self.compute, out[self.indices[number] - first])
         return all(all_finite(out[self.indices[number] - first]) for number in inside)

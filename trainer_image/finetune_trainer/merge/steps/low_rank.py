@@ -1,4 +1,4 @@
-"""W + scaling * B@A, with PEFT's bits: what peft 0.21.2 does on a CPU, cut into blocks of rows, for a weight or for one expert.
+"""W + scaling * B@A with PEFT's bits, as peft 0.21.2 computes it on a CPU, in blocks of rows, for a weight or for one expert.
 
 Experts are multiplied one by one only if this machine was seen to give equal bits.
 """
@@ -28,14 +28,14 @@ from finetune_trainer.weights.rounding import all_finite, round_into
 from finetune_trainer.weights.stored import ExpertPart
 
 EXPERT_CHECK_BYTES = 32 << 20
-"""fp32 bytes of the batch that single products are compared with, because memory is bounded."""
+"""fp32 bytes of the batch with which single products are compared; it bounds memory."""
 
 _exact_products: dict[tuple[object, ...], Product | None] = {}
-"""What the self-check has seen in this process, by the shapes that decide which kernels the library picks."""
+"""Results of the self-check in this process, by the shapes that decide which kernels the library picks."""
 _exact_sums: dict[tuple[object, ...], bool] = {}
-"""The same of products that the library adds to the weight by itself."""
+"""Results of the self-check of products that the library adds to the weight itself."""
 _equal_experts: set[tuple[int, ...]] = set()
-"""Shapes (experts, rank, in, out) whose single products were found equal in this process."""
+"""Shapes (experts, rank, in, out) whose single products had equal bits in this process."""
 
 
 @dataclass(frozen=True)
@@ -47,28 +47,28 @@ class LowRankStep:
 
     @property
     def _needs_whole(self) -> bool:
-        """DoRA's norms run across the stored rows where the weight is transposed, so that no row can be finished alone."""
+        """DoRA's norms run across the stored rows if the weight is transposed, so that no row can be finished alone."""
         return self.factors.magnitude is not None and self.factors.is_transposed
 
     def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:
-        """Blocks of one matrix product each; all rows where blocks would not have the whole product's bits."""
+        """Blocks of one matrix product each; one block of all rows if smaller ones would not have the whole product's bits."""
         if self._needs_whole or self._exact_product() is None:
             return [(0, num_rows)]
-        # Seen now, in the thread that makes chunks: workers would compare the same blocks at once, each in its own memory.
+        # Checked now, in the thread that makes chunks: workers would compare the same blocks at once, each in its own memory.
         self._adds_in_place()
         return row_blocks(num_rows, num_columns)
 
     def _exact_product(self) -> Product | None:
-        """The fastest product whose blocks have the bits of PEFT's; None: no block has."""
+        """The fastest product whose blocks have the bits of PEFT's, or None if no product's have."""
         key = self.factors.kernel_key
         if key not in _exact_products:
             products = (turned_product, product) if self.factors.is_transposed else (product,)
             probe = probe_of(self.factors)
-            _exact_products[key] = next((each for each in products if blocks_are_exact(probe, each)), None)
+            _exact_products[key] = next((candidate for candidate in products if blocks_are_exact(probe, candidate)), None)
         return _exact_products[key]
 
     def _adds_in_place(self) -> bool:
-        """Whether the library may add the product to the weight while it multiplies, which spares a pass over both."""
+        """Whether the library may add the product to the weight while it multiplies, which saves a pass over both."""
         factors = self.factors
         is_plain = factors.magnitude is None and not factors.rounds_product and is_exact_factor(factors.scaling)
         if not is_plain or torch.promote_types(self.compute, torch.float32) != torch.float32:
@@ -108,10 +108,11 @@ def _merge_block(
     out: torch.Tensor,
     scratch: Scratch,
 ) -> bool:
-    """Writes merged rows into `out`; returns whether all of them are finite.
+    """Write merged rows into `out`; returns whether all of them are finite.
 
-    rows: first and last + 1 within the weight. base: (rows, columns), those rows as stored, in their own dtype. delta: those
-    of B@A, unscaled; used up. compute: the dtype PEFT would hold the weight in. out: (rows, columns) in the output dtype.
+    rows: first and last + 1 within the weight. base: (rows, columns), those rows as stored, in their own dtype. delta: the rows
+    of B@A, unscaled; overwritten. compute: the dtype in which PEFT would hold the weight. out: (rows, columns) in the output
+    dtype.
     """
     start, stop = rows
     scaling = factors.scaling
@@ -139,16 +140,16 @@ def _merge_block(
 
 
 def _sum_is_finite(weight: torch.Tensor, compute: torch.dtype, out: torch.Tensor) -> bool:
-    # Of the output dtypes only float16 can overflow where the fp32 sum did not; elsewhere the sum, still in the
-    # processor's cache, is cheaper to look at.
+    # Of the output dtypes only float16 can overflow if the fp32 sum did not; for the others it is cheaper to check the sum, which
+    # is still in the processor's cache.
     return all_finite(out if torch.float16 in (compute, out.dtype) else weight)
 
 
 def _merge_whole_transposed_dora(base: torch.Tensor, factors: Factors, compute: torch.dtype, out: torch.Tensor) -> None:
     """DoRA on a weight stored as (in, out): Conv1D, embeddings. Shapes and dtypes as in `_merge_block`, all rows.
 
-    Follows PEFT operation by operation, memory layouts included: the order in which a norm adds up its terms depends on
-    the strides of the sum, and those on the order of the operands.
+    This follows PEFT operation by operation, memory layouts included: the order in which a norm adds up its terms depends on the
+    strides of the sum, and those on the order of the operands.
     """
     if factors.magnitude is None:
         raise ValueError("factors without a magnitude are not a DoRA adapter")
@@ -164,8 +165,8 @@ def part_of_factors(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """a: (experts * r, in), b: (out, r * experts) -> (r, in') and (out', r) of a stored matrix of `shape`, in their dtype.
 
-    in' and out' are the matrix's columns and rows, or rows and columns where it is stored as (in, out). Raises MergeError if
-    this machine would not give PEFT's bits.
+    in' and out' are the matrix's columns and rows, or rows and columns if it is stored as (in, out). Raises MergeError if this
+    machine would not give PEFT's bits.
     """
     if part.num_experts > 1:
         require_equal_products(a, b, part.num_experts)

@@ -1,4 +1,4 @@
-"""One module merged by PEFT's own layer of the adapter's method: for what no formula of this package covers.
+"""One module merged by PEFT's own layer of the adapter's method, for methods without a formula in this package.
 
 A model is made that has this one module only, under its own name, so that PEFT's settings find it as they would in the whole
 model; the adapter is attached to it and filled as `PeftModel.from_pretrained` does it, and merged as
@@ -35,9 +35,9 @@ from finetune_trainer.weights.errors import (
 from finetune_trainer.weights.rounding import all_finite, round_into
 
 ALIGNMENT = 64
-"""Bytes: addresses that agree modulo this are one to the processor's vector instructions."""
+"""Bytes. The processor's vector instructions treat addresses alike that agree modulo this."""
 _COMPANION = "shared_extent"
-"""Module next to the merged one, of the size of the shared projections; its weight takes no room."""
+"""Module beside the merged one, of the size of the shared projections; its weight takes no memory."""
 _CONVOLUTIONS = {"Conv1d": nn.Conv1d, "Conv2d": nn.Conv2d, "Conv3d": nn.Conv3d}
 _one_at_a_time = threading.Lock()
 
@@ -78,10 +78,10 @@ def _placed(values: torch.Tensor, offset: int) -> torch.Tensor:
 def merged_parameter(
     change: ModuleMerge, parameters: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """`change.parameter` as PEFT merges it; of its own shape and dtype.
+    """`change.parameter` as PEFT merges it, of its own shape and dtype.
 
-    parameters: all of the module's, by name, in the dtype that PEFT would hold them in; they may be changed. adapter: the tensors
-    of the file. Raises UnsupportedAdapterError, AdapterTensorMissingError, AdapterTensorUnknownError,
+    parameters: all of the module's, by name, in the dtype in which PEFT would hold them; they may be changed. adapter: the
+    tensors of the file. Raises UnsupportedAdapterError, AdapterTensorMissingError, AdapterTensorUnknownError,
     AdapterTensorMisshapedError.
     """
     model = _adapted(change, parameters)
@@ -98,7 +98,7 @@ def merged_parameter(
 
 
 def require_tensors_of_module(change: ModuleMerge) -> None:
-    """That the adapter holds for this module the tensors that PEFT's layer has, in their shapes. Reads no tensor.
+    """Check that the adapter holds for this module the tensors of PEFT's layer, in their shapes. Reads no tensor.
 
     Raises what `merged_parameter` raises.
     """
@@ -109,7 +109,7 @@ def require_tensors_of_module(change: ModuleMerge) -> None:
 
 
 def _tensors(model: PeftModel) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what PEFT stores of the module."""
+    """Names and shapes of the tensors that PEFT stores for the module."""
     state = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     return {name: tuple(tensor.shape) for name, tensor in state.items() if f".{_COMPANION}." not in name}
 
@@ -155,7 +155,7 @@ def _adapted(change: ModuleMerge, parameters: Mapping[str, torch.Tensor]) -> Pef
 
 
 def _config(change: ModuleMerge, targets: set[str]) -> Any:
-    """The adapter's settings, aimed at the module alone; what chooses modules has done so already."""
+    """The adapter's settings, aimed at the module alone; the fields that choose modules were evaluated before."""
     config = PeftConfig.from_peft_type(**change.config)
     config.inference_mode = True
     aimed: dict[str, Any] = {
@@ -165,10 +165,10 @@ def _config(change: ModuleMerge, targets: set[str]) -> Any:
         "layers_to_transform": None,
         "layers_pattern": None,
         "modules_to_save": None,
-        "bias": "none",  # biases that were trained are whole tensors in the file
+        "bias": "none",  # trained biases are whole tensors in the file
     }
     if change.layer == "Conv1D":
-        aimed["fan_in_fan_out"] = True  # PEFT sets it by itself, with a warning
+        aimed["fan_in_fan_out"] = True  # PEFT would set it itself, with a warning
     for name, value in aimed.items():
         if hasattr(config, name):
             setattr(config, name, value)
@@ -199,7 +199,7 @@ def _base_layer(change: ModuleMerge, parameters: Mapping[str, torch.Tensor]) -> 
     elif change.layer == "Embedding":
         layer = _without_values(nn.Embedding, shape[0], shape[1])
     elif change.layer in _CONVOLUTIONS:
-        # Stride and padding say how the layer is used, not what is merged; groups are refused by PEFT's merge.
+        # Stride and padding affect how the layer is used, not what is merged; PEFT's merge refuses groups.
         layer = _without_values(_CONVOLUTIONS[change.layer], shape[1], shape[0], tuple(shape[2:]), bias=has_bias)
     else:
         raise UnsupportedAdapterError(

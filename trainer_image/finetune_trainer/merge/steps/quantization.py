@@ -1,11 +1,11 @@
-"""W becomes what a 4-bit layer of bitsandbytes, made from it, computes with: packed and unpacked again, on the CPU.
+"""W becomes the weight with which a 4-bit layer of bitsandbytes computes: quantized and dequantized, on the CPU.
 
-bitsandbytes 0.50 packs 64 values after each other, whatever rows they are in, as a 4-bit code each and their largest absolute
-value, which double quantisation packs once more: mean taken off, 256 to a block of 8-bit codes. A layer unpacks straight into the
-type that it computes in (bitsandbytes/functional.py quantize_4bit, backends/default/ops.py gemm_4bit). So values can be packed
-piece by piece, but with double quantisation none can be unpacked before the last of the matrix is packed: memory is the matrix, a
-quarter of it in codes, and a piece's temporaries. Its own layers on a CPU with AVX-512 unpack rows wrong whose width 64 does
-not divide, in every step of a training; here they come out as they were packed, as on a GPU.
+bitsandbytes 0.50 quantizes 64 consecutive values, whatever rows they are in, to a 4-bit code each and their largest absolute
+value, which double quantisation quantizes once more: mean subtracted, 256 to a block of 8-bit codes. A layer dequantizes directly
+into its compute type (bitsandbytes/functional.py quantize_4bit, backends/default/ops.py gemm_4bit). So values can be quantized
+piece by piece, but with double quantisation none can be dequantized before the last of the matrix is quantized: memory is the
+matrix, a quarter of it in codes, and a piece's temporaries. On a CPU with AVX-512, bitsandbytes' own layers wrongly dequantize
+rows whose width is no multiple of 64, in every step of a training; here they have their correct values, as on a GPU.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from finetune_trainer.merge.steps.step import Scratch, WholeMatrix
 from finetune_trainer.weights.rounding import all_finite, round_into
 
 BLOCK_VALUES = 64
-"""Values with one largest absolute value: what bitsandbytes' layers take if nothing is said, and transformers says nothing."""
+"""Number of values that share a largest absolute value: the default of bitsandbytes' layers, which transformers keeps."""
 PIECE_VALUES = 1 << 20
-"""Packed at once: a whole number of blocks."""
+"""Number of values that are quantized at once: a whole number of blocks."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def dequantized(weight: torch.Tensor, quantization: Quantization) -> torch.Tensor:
-    """What a layer with these settings, made from `weight` as it is stored, computes with.
+    """The weight with which a layer with these settings, made from the stored `weight`, computes.
 
     weight: (rows, columns), any floating dtype. The result has its shape and the layer's compute dtype.
     """
@@ -51,7 +51,7 @@ def _unpack_into(weight: torch.Tensor, quantization: Quantization, out: torch.Te
     absmax = torch.cat(maxima)
     if quantization.double_quant:
         absmax = _doubly_quantized(absmax)
-    # A transposed weight is unpacked as it was packed, and turned back at the end.
+    # A transposed weight is dequantized in its quantized form, and transposed back at the end.
     turned = out if not quantization.is_transposed else torch.empty(weight.shape, dtype=compute)
     target = turned.view(-1)
     first = 0
@@ -69,16 +69,16 @@ def _unpack_into(weight: torch.Tensor, quantization: Quantization, out: torch.Te
 
 
 def _doubly_quantized(absmax: torch.Tensor) -> torch.Tensor:
-    """The blocks' largest absolute values as double quantisation keeps them."""
+    """The blocks' largest absolute values after double quantisation."""
     offset = absmax.mean()
     codes, state = functional.quantize_blockwise(absmax - offset, blocksize=256)
-    held: torch.Tensor = functional.dequantize_blockwise(codes, state)
-    return held + offset
+    deviations: torch.Tensor = functional.dequantize_blockwise(codes, state)
+    return deviations + offset
 
 
 @dataclass(frozen=True)
 class QuantizationStep(WholeMatrix):
-    """Packs and unpacks one matrix."""
+    """Quantizes and dequantizes one matrix."""
 
     quantization: Quantization
     compute: torch.dtype

@@ -1,4 +1,4 @@
-"""What the stream asks of every kind of change, and a step that is computed on another device than the CPU."""
+"""The interface of every kind of change for the stream, and a step that is computed on another device than the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ReadTensor = Callable[[TensorHeader], torch.Tensor]
 
 
 class Scratch:
-    """fp32 blocks that a worker uses again and again: allocating them for each block took half of the time."""
+    """fp32 blocks that a worker reuses: allocating them for each block took half of the time."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._blocks = [torch.empty(0, device=device), torch.empty(0, device=device)]
@@ -34,24 +34,24 @@ class Step(Protocol):
     """One change with its tensors in memory, for one matrix of (num_rows, num_columns)."""
 
     def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:
-        """Rows that are to be computed together so that the bits are right; in order, without gaps.
+        """Rows that must be computed together for the right bits; in order, without gaps.
 
-        One block of all rows: no part of the matrix can be finished alone.
+        A single block of all rows means that no part of the matrix can be finished alone.
         """
 
     def apply(self, values: torch.Tensor, rows: tuple[int, int], out: torch.Tensor, scratch: Scratch) -> bool:
-        """Write the changed rows to `out`; whether all of them are finite.
+        """Write the changed rows to `out`; returns whether all of them are finite.
 
-        rows: first and last + 1 within the matrix. values: (rows, columns), in the stored dtype or the one that PEFT would hold
-        them in. out: (rows, columns), in the latter or, for the last step, in the output's; rounded to the latter first.
+        rows: first and last + 1 within the matrix. values: (rows, columns), in the stored dtype or the one in which PEFT would
+        hold them. out: (rows, columns), in the latter or, for the last step, in the output's; rounded to the latter first.
         """
 
 
 class WholeMatrix:
-    """A base of steps that need all of a matrix: PEFT merges whole modules, double quantisation packs all maxima together."""
+    """Base of steps that need all of a matrix: PEFT merges whole modules, double quantisation quantizes all maxima together."""
 
     def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:  # noqa: ARG002 - as every step
-        """All rows."""
+        """One block of all rows."""
         return [(0, num_rows)]
 
 
@@ -60,7 +60,7 @@ _of_thread = threading.local()
 
 @dataclass(frozen=True)
 class OnDevice:
-    """`step` has its tensors on `device`. Equal bits to PEFT's on a CPU are not promised: devices add up in other orders."""
+    """A `step` whose tensors are on `device`. PEFT's bits on a CPU are not promised: devices add up in other orders."""
 
     step: Step
     device: torch.device
@@ -89,5 +89,5 @@ def require_device(name: str) -> torch.device:
 def _scratch(device: torch.device) -> Scratch:
     if not hasattr(_of_thread, "scratch"):
         _of_thread.scratch = Scratch(device)
-    found: Scratch = _of_thread.scratch
-    return found
+    scratch: Scratch = _of_thread.scratch
+    return scratch
