@@ -149,7 +149,6 @@ def test_what_is_around_the_deployment_is_what_the_values_say(documents: list[Do
     account = the(documents, "ServiceAccount", "tuner")
     assert account["metadata"]["annotations"]["eks.amazonaws.com/role-arn"] == "arn:aws:iam::1:role/x"
     assert the(documents, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
-    assert the(documents, "Role", f"{NAME}-claim-system")["metadata"]["namespace"] == "leases"
     service = the(documents, "Service")
     assert service["spec"]["ports"] == [{"name": "metrics", "port": 9999, "targetPort": "metrics"}]
     assert service["metadata"]["annotations"]["team.example/service"] == "metrics"

@@ -134,9 +134,6 @@ def test_commands_about_many_jobs_tell_of_each_state(caller: Caller) -> None:
         ["stalled", "Stalled", "validate"],
         ["succeeded", "Succeeded", "-"],
     ]
-    top = reader("top -o json")
-    assert [(job["name"], job["devices"]) for job in json.loads(top.stdout)["jobs"]] == [("running", 4)]
-    assert "Failed" in reader("compare failed succeeded").stdout
     cost = reader("cost")
     assert (cost.returncode, "you may not list configmaps in the whole cluster" in cost.stdout) == (0, True)
 
@@ -153,14 +150,11 @@ def test_a_diagnosis_says_what_it_could_not_see(caller: Caller) -> None:
     assert (failed["word"], failed["patch"]) == ("DeviceOutOfMemory", {"spec": {"training": {"microBatchSize": 2}}})
 
 
-def test_logs_and_archives_say_what_is_missing(caller: Caller) -> None:
+def test_logs_say_what_is_missing(caller: Caller) -> None:
     # Nothing runs pods here: that none has a log is the API server's own answer.
     user = caller.with_rights((JOB, PODS, LOG))
     done = user("logs running")
     assert (done.returncode, "no container of these pods has run yet (running-train-1-0: Pending)" in done.stderr) == (3, True)
-    done = user("bundle running")
-    assert (done.returncode, done.stdout) == (0, "running.tar.gz\n")
-    assert "missing: events: you may not list events" in done.stderr
 
 
 def test_the_pod_that_reads_a_workspace_is_admitted_and_deleted(caller: Caller) -> None:
@@ -168,9 +162,9 @@ def test_the_pod_that_reads_a_workspace_is_admitted_and_deleted(caller: Caller) 
     kube.patch("Namespace", "", namespace, {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}})
     plan = {"metadata": {"name": "succeeded-plan"}, "data": {"plan.json": canonical_json(a_job().plan())}}
     kube.create("ConfigMap", namespace, plan)
-    user = caller.with_rights(rights_of("checkpoints JOB").needed)
+    user = caller.with_rights(rights_of("status JOB --curve --checkpoints").needed)
     with ThreadPoolExecutor() as threads:
-        answer = threads.submit(user, "checkpoints succeeded")
+        answer = threads.submit(user, "status succeeded --checkpoints")
         made = wait_until(lambda: kube.list("Pod", namespace, "finetune.dev/reader"), "the pod that reads", 60)
         # Nothing runs pods here, so this kubelet reports what one would of a claim that cannot be mounted.
         name = made[0]["metadata"]["name"]

@@ -77,8 +77,8 @@ a ClusterRoleBinding. Everything else is as the chart has it by default. A test 
 
 "all" is get, list, watch, create, update, patch, delete and deletecollection. Rights to single objects by their name are not
 here: the operator may also read the ClusterRoles that its profiles go with, change those profiles, and renew its Lease. The
-admission policies ([security.md](security.md)) end its rights further: it creates and deletes only what a FineTuneJob controls,
-and of a pod it changes only the label with its attempt.
+admission policies ([security.md](../explanation/security.md)) end its rights further: it creates and deletes only what a
+FineTuneJob controls, and of a pod it changes only the label with its attempt.
 """
 Subject = tuple[str, tuple[str, ...]]
 
