@@ -133,7 +133,7 @@ def _answer(order: Mapping[str, Any]) -> Look:
         raise LocalError(f"the first records of the job take more than {SECONDS} s to look at", ExitCode.FAILED)
     if ended.returncode != 0:
         last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["nothing"]
-        fix = "install finetune-operator[trainer,cli]" if "ModuleNotFoundError" in last[0] else "report this"
+        fix = "install finetune-operator[trainer,cli]" if "No module named" in last[0] else "report this"
         problem = f"the records cannot be looked at: the process that reads them says {last[0]!r}; {fix}"
         raise LocalError(problem, ExitCode.FAILED)
     told = json.loads(ended.stdout)

@@ -164,7 +164,7 @@ MISTAKES: list[tuple[str, Any, bool, str, dict[str, Any]]] = [
         "with `finetune merge`"), {"spec.method.type": "LoRA"})
       for word in ("DPO", "orpo", "KTO", "GRPO", "PPO", "RLHF", "Reward")),
     ("spec.method.type", "NoSuchMethod", PROPOSED,
-     "write 'LoRA', 'QLoRA', 'DoRA', 'QDoRA', 'Full' or one of 28 others, which `finetune explain spec.method.type` lists",
+     "write 'LoRA', 'QLoRA', 'DoRA', 'QDoRA', 'Full' or one of 10 others, which `finetune explain spec.method.type` lists",
      {"spec.method": {}}),
     (D + "format", "alpaca", CERTAIN, "write PromptCompletion, and spec.data.mapping.preset: Alpaca",
      {D + "format": "PromptCompletion", D + "mapping": {"preset": "Alpaca"}}),

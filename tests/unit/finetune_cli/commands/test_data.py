@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity
 from finetune_trainer.roles.look import look as look_of_trainer
 from tests.support.processor import ALLOWED_SECONDS, FIRST_ANSWER_SECONDS, run_timed, slowness
+from tests.unit.finetune_cli.commands import failing_look
 from tests.unit.finetune_memory.configs import CONFIGS
 from tests.unit.finetune_trainer.data.record_files import write as write_table
 from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
@@ -469,28 +469,17 @@ def test_what_a_library_prints_does_not_spoil_the_answer(claims, monkeypatch, ca
     assert capfd.readouterr() == ("", "")
 
 
-def ending(order):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def raising(order):
-    raise ValueError("one\ntwo")
-
-
-def waiting(order):
-    signal.pause()
-
-
 @pytest.mark.parametrize(
     ("does", "said"),
     [
-        (raising, "the process that reads them says 'two'; report this"),
-        (ending, "the process that reads them says 'nothing'; report this"),
-        (waiting, "take more than 1 s to look at"),
+        ("raising", "the process that reads them says 'two'; report this"),
+        ("ending", "the process that reads them says 'nothing'; report this"),
+        ("waiting", "take more than 1 s to look at"),
     ],
 )
 def test_a_process_that_does_not_answer_is_told(claims, monkeypatch, does, said):
-    monkeypatch.setattr("finetune_trainer.roles.look.look", does)
+    monkeypatch.setattr("finetune_cli.local.look._PROGRAM", failing_look.__name__)
+    monkeypatch.setenv(failing_look.FAILS, does)
     monkeypatch.setattr("finetune_cli.local.look.SECONDS", 1)
     with pytest.raises(LocalError, match=said):
         look(claims)

@@ -105,10 +105,9 @@ def test_work_is_compared_with_what_the_device_has_reached(tmp_path: Path) -> No
 def test_the_planner_s_pace_is_that_of_the_device_of_rank_0(tmp_path: Path) -> None:
     context = run_context(tmp_path, tiny_spec(model={"attention": "varlen"}), dtype=torch.bfloat16)
     slow, fast = (calculated_tokens_per_second(context.plan, context.base_model, name) for name in ("NVIDIA L4", "NVIDIA H100"))
-    # Kernels of so small a model are as many on both, and the host starts them.
-    assert slow == fast
     assert slow is not None
-    assert slow > 0
+    assert fast is not None
+    assert fast > slow > 0
     assert calculated_tokens_per_second(context.plan, context.base_model, "") is None
     assert calculated_tokens_per_second(context.plan, tmp_path, "NVIDIA H100") is None
 
