@@ -67,7 +67,7 @@ def test_the_client_of_aws_copies_what_is_in_a_bucket(tmp_path: Path) -> None:
     subprocess.run([*uv, "venv", "--quiet", programs.parent], check=True)
     subprocess.run([*uv, "pip", "install", "--quiet", "--python", programs.parent, "awscli"], check=True)
     with running_s3(ensure_binaries().versitygw, tmp_path / "s3") as server:
-        server.bucket("results")
+        server.make_bucket("results")
         address = "s3://results/runs/tuned"
         context = finished_run(tmp_path / "run", address, weight_bytes=LARGE, s3_endpoint=server.address, s3_region=REGION)
         for name, value in server.environment().items():

@@ -132,7 +132,7 @@ def test_a_killed_command_a_power_cut_and_inputs_elsewhere_change_no_byte(
             "validation": {"source": "s3://sets/docs"},
         }
         manifest["spec"]["output"] = {"destination": "s3://results/tuned"}
-        s3.bucket("results")
+        s3.make_bucket("results")
         path = tmp_path / "job.yaml"
         path.write_text(json.dumps(manifest))
         endpoints = {"HF_ENDPOINT": hub.address, "AWS_ENDPOINT_URL": s3.address, "AWS_REGION": REGION, "NO_PROXY": "127.0.0.1"}
