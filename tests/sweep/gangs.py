@@ -85,6 +85,8 @@ class GangPool:
         answers = self._answers()
         self._done += 1
         are_in_step = len(answers) == RANKS and len({answer.failure for answer in answers.values()}) == 1
+        # A rank that failed first was killed, even if the others came to the same failure later.
+        are_in_step = are_in_step and all(process.exitcode is None for process, _ in self._ranks)
         if self._done >= CASES_PER_GANG or not are_in_step:
             self.close()
         return [answers[rank].result if rank in answers else None for rank in range(RANKS)]
