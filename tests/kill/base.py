@@ -16,6 +16,7 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.preflight import added_tokens
 from finetune_trainer.preflight.added_tokens import add_tokens
 from finetune_trainer.preflight.checks import JobInspection
+from finetune_trainer.processes import child
 from tests.kill.moments import Hook, Moment, OutputTo, random_moment
 from tests.support.forked_base import start_forked
 from tests.support.forked_ranks import run_processes
@@ -94,6 +95,8 @@ def make_base_with_kills(
 
 def _add_tokens(context: RunContext, disturbances: Sequence[OutputTo | Moment]) -> int:
     added_tokens._start = start_forked
+    # A moment by the clock waits in a thread of this process, which the product would not fork then.
+    child.threads = lambda _pid: {}
     for each in disturbances:
         each.arm(0)
     found = list(add_tokens(JobInspection(context)))
