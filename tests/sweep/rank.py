@@ -26,10 +26,13 @@ from finetune_job.plan.digest import plan_sha256
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import ConfigError, InvariantError
+from finetune_trainer.preflight import added_tokens
+from finetune_trainer.processes import child
 from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.ranks.watchdog import Heartbeat
 from finetune_trainer.roles import merge as merge_role
 from finetune_trainer.train.run import StopRequest, train
+from tests.support.forked_base import start_forked
 from tests.sweep import check, recording
 from tests.sweep.bypass import without_own_refusals
 from tests.sweep.case import SAVED_AT, Case
@@ -37,6 +40,10 @@ from tests.sweep.gangs import Answer
 from tests.sweep.material import claims_of, copy_base, make_base, plan_of
 from tests.sweep.observation import Failure, Observation, Verdict
 from tests.sweep.verdict import verdict_of
+
+# A rank here does what several programs of the product do, as forks in spite of its threads: to start them would take too long.
+added_tokens._start = start_forked
+child.threads = lambda _pid: {}
 
 STAGES = (
     ("export", "export"),
